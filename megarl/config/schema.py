@@ -1,0 +1,259 @@
+"""Every option of megarl, its type and its default: plain dataclasses, nothing else.
+
+The YAML file and the command line are merged over these defaults by `load.py`; `validate.py` checks what a type
+cannot say. The names that users of verl type are aliases of these (see `load.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Choice(str, Enum):
+    """A closed set of values: the configuration refuses every other and names these."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class DType(Choice):
+    auto = "auto"  # bf16 where the machine computes it fast, else fp32; the choice is printed
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class Overlong(Choice):
+    error = "error"
+    filter = "filter"
+    left = "left"
+    right = "right"
+
+
+class Engine(Choice):
+    vllm = "vllm"
+    naive = "naive"
+
+
+class AdvEstimator(Choice):
+    gae = "gae"
+    grpo = "grpo"
+
+
+class KLEstimator(Choice):
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KLController(Choice):
+    fixed = "fixed"
+    adaptive = "adaptive"
+
+
+class LossAggMode(Choice):
+    token_mean = "token-mean"
+    seq_mean_token_mean = "seq-mean-token-mean"
+    seq_mean_token_sum = "seq-mean-token-sum"
+
+
+class Decay(Choice):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Recompute(Choice):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class ResumeMode(Choice):
+    auto = "auto"
+    disable = "disable"
+    path = "path"
+
+
+@dataclass
+class DataConfig:
+    train_files: list[str] = field(default_factory=list)
+    val_files: list[str] = field(default_factory=list)
+    prompt_key: str = "prompt"  # the column with chat messages or a plain string
+    train_batch_size: int = 1024  # prompts a step
+    val_batch_size: int | None = None  # prompts per engine call in validation; unset = all at once
+    val_max_samples: int | None = None  # unset = every row
+    max_prompt_length: int = 512  # tokens, after the chat template
+    max_response_length: int = 512  # tokens
+    overlong_prompts: Overlong = Overlong.error
+    shuffle: bool = True
+    seed: int | None = None  # unset = trainer.seed
+    chat_template: str | None = None  # a Jinja template, or the path of a file with one; unset = the tokenizer's own
+    raw_prompt: bool = False  # a plain-string prompt is encoded as it is, without chat template
+    length_bucketing: bool = False  # batches of prompts of like length
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    lr_warmup_steps: int = 0  # optimizer steps
+    lr_decay_style: Decay = Decay.constant
+    lr_decay_steps: int | None = None  # unset = all optimizer steps of the run
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+
+@dataclass
+class ActorConfig:
+    model_path: str | None = None  # a Hugging Face folder
+    tokenizer_path: str | None = None  # unset = model_path
+    dtype: DType = DType.auto
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ppo_epochs: int = 1
+    ppo_mini_batch_size: int | None = None  # prompts; unset = data.train_batch_size
+    ppo_micro_batch_size: int | None = None  # sequences; unset = only the token budget counts
+    ppo_max_token_len: int = 16384  # token budget of a micro-batch
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None  # unset = clip_ratio
+    clip_ratio_high: float | None = None  # unset = clip_ratio
+    clip_ratio_c: float = 3.0  # dual clip; 0 turns it off
+    entropy_coeff: float = 0.0
+    loss_agg_mode: LossAggMode = LossAggMode.token_mean
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.001
+    kl_loss_type: KLEstimator = KLEstimator.k3
+    shuffle: bool = True  # shuffle sequences before they are cut into mini-batches
+    recompute: Recompute = Recompute.none
+    uneven_stages: bool = False  # allow a pipeline size that does not divide the layers
+
+
+@dataclass
+class CriticConfig:
+    model_path: str | None = None  # unset = actor.model_path; a policy folder or a saved critic
+    dtype: DType = DType.auto
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    ppo_epochs: int | None = None  # unset = actor.ppo_epochs
+    ppo_mini_batch_size: int | None = None  # unset = actor's
+    ppo_micro_batch_size: int | None = None
+    ppo_max_token_len: int = 16384
+    cliprange_value: float = 0.5
+    loss_agg_mode: LossAggMode = LossAggMode.token_mean
+    warmup_steps: int = 0  # steps in which only the critic learns
+    recompute: Recompute = Recompute.none
+    uneven_stages: bool = False
+
+
+@dataclass
+class RefConfig:
+    model_path: str | None = None  # unset = actor.model_path
+    ppo_max_token_len: int = 16384
+    uneven_stages: bool = False
+
+
+@dataclass
+class ValConfig:
+    """Validation draws twice: greedily, and `n` times at `temperature` (n=0: greedy only)."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass
+class RolloutConfig:
+    name: Engine = Engine.vllm
+    n: int = 1  # answers per prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    dtype: DType = DType.auto
+    gpu_memory_utilization: float = 0.5
+    kv_cache_gib: float = 1.0  # vLLM's KV cache on CPU
+    max_num_seqs: int = 256
+    enforce_eager: bool = True
+    val: ValConfig = field(default_factory=ValConfig)
+
+
+@dataclass
+class RewardConfig:
+    function: str = "numeric"  # a rule of megarl (numeric, gsm8k), or path/to/file.py:function
+    kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
+    max_failure_share: float = 0.5  # a step in which the function failed on more of the answers than this ends the job
+
+
+@dataclass
+class KLControlConfig:
+    type: KLController = KLController.fixed
+    kl_coef: float = 0.001
+    target_kl: float = 0.1
+    horizon: int = 10000
+
+
+@dataclass
+class AlgorithmConfig:
+    adv_estimator: AdvEstimator = AdvEstimator.gae
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten_advantages: bool = True
+    norm_adv_by_std: bool = True  # grpo: divide by the group's standard deviation
+    use_kl_in_reward: bool = False
+    kl_penalty: KLEstimator = KLEstimator.k1
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+
+
+@dataclass
+class TrainerConfig:
+    project_name: str = "megarl"
+    experiment_name: str = "ppo"
+    logger: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])  # also: wandb
+    default_local_dir: str | None = None  # unset = runs/<project_name>/<experiment_name>
+    total_epochs: int = 1
+    total_training_steps: int | None = None  # unset = what the epochs hold
+    n_gpus_per_node: int = 1  # processes on each node
+    nnodes: int = 1
+    val_before_train: bool = True
+    test_freq: int = -1  # validate every so many steps; -1 = only before and after
+    save_freq: int = -1  # export the actor as a Hugging Face folder every so many steps; -1 = never
+    save_hf_at_end: bool = False
+    resume_mode: ResumeMode = ResumeMode.auto
+    seed: int = 1
+    rollout_dump_freq: int = 1  # write the answers of every so many steps as jsonl; 0 = never
+    timeout_s: int = 1800  # a collective that takes longer ends the job
+    max_skipped_steps: int = 3  # stop after so many non-finite updates in a row
+    num_samples_to_show: int = 3  # answers printed at each validation
+
+
+@dataclass
+class GridConfig:
+    """The grid of one role: tp × pp × dp over `ranks` (unset = all ranks; dp unset = what the ranks give)."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int | None = None
+    ranks: list[int] | None = None
+
+
+@dataclass
+class ParallelConfig:
+    actor: GridConfig = field(default_factory=GridConfig)
+    critic: GridConfig = field(default_factory=GridConfig)
+    ref: GridConfig | None = None  # unset = as the actor
+    rollout: GridConfig = field(default_factory=GridConfig)
+
+
+@dataclass
+class Config:
+    data: DataConfig = field(default_factory=DataConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -1,0 +1,112 @@
+"""The grid of one role: tp × pp × dp over a list of ranks. Pure: no distributed call.
+
+Ranks are laid out with tp fastest, then dp, then pp, as Megatron does, so that tensor-parallel peers sit on one
+node. A worked example, 8 ranks as tp=2, dp=2, pp=2:
+
+    stage 0:  dp 0: ranks 0 1    dp 1: ranks 2 3
+    stage 1:  dp 0: ranks 4 5    dp 1: ranks 6 7
+
+    tp groups  (0 1) (2 3) (4 5) (6 7)      dp groups  (0 2) (1 3) (4 6) (5 7)      pp groups  (0 4) (1 5) (2 6) (3 7)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Axis = Literal["tp", "dp", "pp"]
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where one rank sits in a role's grid."""
+
+    tp: int
+    dp: int
+    pp: int
+
+    def __str__(self) -> str:
+        return f"tp{self.tp} pp{self.pp} dp{self.dp}"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A role's grid; `ranks` are global ranks, rising, and need not be neighbours.
+
+    The invariant: `len(ranks) == tp_size * pp_size * dp_size`. Ranks rise because torch sorts the ranks of a group:
+    a rank's place in its group is then its place in the grid.
+    """
+
+    ranks: tuple[int, ...]
+    tp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert len(self.ranks) == self.tp_size * self.pp_size * self.dp_size, (
+            f"{len(self.ranks)} ranks cannot form tp={self.tp_size} pp={self.pp_size} dp={self.dp_size}"
+        )
+        assert all(a < b for a, b in zip(self.ranks, self.ranks[1:])), f"ranks must rise: {self.ranks}"
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self.ranks
+
+    def rank_at(self, tp: int, dp: int, pp: int) -> int:
+        """The global rank at these coordinates."""
+        return self.ranks[tp + self.tp_size * (dp + self.dp_size * pp)]
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` sits. Raises ValueError when it is not part of the role."""
+        index = self.ranks.index(rank)
+        return Coordinates(
+            tp=index % self.tp_size,
+            dp=index // self.tp_size % self.dp_size,
+            pp=index // (self.tp_size * self.dp_size),
+        )
+
+    def groups(self, *axes: Axis) -> list[tuple[int, ...]]:
+        """All groups of ranks that differ only along `axes`, each in the order tp, dp, pp, groups by first rank."""
+        together: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            at = self.coordinates(rank)
+            key = tuple(-1 if axis in axes else getattr(at, axis) for axis in ("pp", "dp", "tp"))
+            together.setdefault(key, []).append(rank)
+        return [tuple(group) for group in together.values()]
+
+
+def plan_topology(
+    role: str, world_size: int, tp: int = 1, pp: int = 1, dp: int | None = None, ranks: list[int] | None = None
+) -> Topology:
+    """Builds a role's grid from what the user wrote.
+
+    Args:
+        role: the role's name, for messages.
+        world_size: ranks in the job.
+        tp, pp: sizes; dp: size, or None = what the ranks give.
+        ranks: global ranks of the role, or None = all.
+
+    Raises:
+        ValueError: sizes that are not positive, ranks out of range or repeated, or a product that does not fit.
+    """
+    for name, size in (("tp", tp), ("pp", pp), ("dp", 1 if dp is None else dp)):
+        if size < 1:
+            raise ValueError(f"parallel.{role}.{name}={size} must be 1 or more")
+    chosen = tuple(range(world_size)) if ranks is None else tuple(sorted(ranks))
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"parallel.{role}.ranks={list(chosen)} names a rank twice")
+    outside = [rank for rank in chosen if not 0 <= rank < world_size]
+    if outside:
+        raise ValueError(f"parallel.{role}.ranks={list(chosen)}: ranks {outside} are not in 0..{world_size - 1}")
+    if not chosen or len(chosen) % (tp * pp):
+        raise ValueError(
+            f"parallel.{role}: tp={tp} × pp={pp} = {tp * pp} does not divide its {len(chosen)} ranks; "
+            f"start a multiple of {tp * pp} ranks, or choose sizes whose product divides {len(chosen)}"
+        )
+    fitting = len(chosen) // (tp * pp)
+    if dp is not None and dp != fitting:
+        raise ValueError(
+            f"parallel.{role}.dp={dp} does not agree with its {len(chosen)} ranks at tp={tp} pp={pp}, "
+            f"which give dp={fitting}; leave dp out, set dp={fitting}, or list {tp * pp * dp} ranks in "
+            f"parallel.{role}.ranks"
+        )
+    return Topology(ranks=chosen, tp_size=tp, pp_size=pp, dp_size=fitting)

@@ -1,0 +1,198 @@
+"""Hugging Face folders: read exactly the slices that a rank holds, and write whole tensors back.
+
+Reading goes slice by slice through safetensors, so a rank never holds more than one tensor beside its own shard.
+Tensor names are matched after taking off the folder's own prefix (`model.` in most, `language_model.model.` or none
+in others).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.models.layout import VALUE_HEAD, Family, ModelSpec, ParamLayout, hf_shapes
+
+IGNORED = ("rotary_emb.inv_freq", "attention.bias", "masked_bias")  # buffers that old exports carry along
+SHARD_BYTES = 4 << 30
+COMPANIONS = (
+    "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json "
+    "added_tokens.json vocab.json merges.txt chat_template.jinja"
+).split()
+
+
+class HFFolder:
+    """The tensors of one Hugging Face folder, by the names of the family (prefix taken off); opened lazily.
+
+    Raises:
+        ValueError: no safetensors, an index that names missing files, or a file that safetensors cannot read.
+    """
+
+    def __init__(self, folder: str | Path, family: Family) -> None:
+        self.folder = Path(folder)
+        self._open: dict[str, safe_open] = {}
+        files = self._list_tensors()
+        tail = family.embedding.rpartition("embed_tokens.weight")[0]
+        found = [name for name in files if name.endswith("embed_tokens.weight")]
+        if len(found) != 1:
+            raise ValueError(f"{folder}: expected one tensor named ...embed_tokens.weight, found {found}")
+        prefix = found[0].removesuffix("embed_tokens.weight")
+        self.files: dict[str, tuple[str, str]] = {}  # name -> (file, name in the file)
+        for name, file in files.items():
+            if name.endswith(IGNORED):
+                continue
+            if name == family.head or name.endswith("." + family.head):
+                plain = family.head
+            elif name.endswith(VALUE_HEAD):
+                plain = VALUE_HEAD
+            elif name.startswith(prefix):
+                plain = tail + name.removeprefix(prefix)
+            else:
+                plain = name
+            self.files[plain] = (file, name)
+
+    def _list_tensors(self) -> dict[str, str]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            return dict(json.loads(index.read_text())["weight_map"])
+        single = self.folder / "model.safetensors"
+        if not single.is_file():
+            raise ValueError(
+                f"{self.folder} holds neither model.safetensors nor model.safetensors.index.json; megarl reads "
+                "safetensors only: save the model with transformers' save_pretrained"
+            )
+        return {name: single.name for name in self._file(single.name).keys()}
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self.folder / name, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
+        return self._open[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the file's header."""
+        file, stored = self.files[name]
+        return tuple(self._file(file).get_slice(stored).get_shape())
+
+    def read(self, name: str, axis: int, start: int, length: int) -> Tensor:
+        """`length` rows (axis 0) or columns (axis 1) of a tensor from `start` on."""
+        file, stored = self.files[name]
+        part = self._file(file).get_slice(stored)
+        return part[start : start + length] if axis == 0 else part[:, start : start + length]
+
+
+def check_folder(source: HFFolder, family: Family, spec: ModelSpec, head: str) -> None:
+    """Raises one ValueError that lists every tensor that is missing, of another shape, or unknown.
+
+    A critic (`head="value"`) needs no head on disk: its value head starts fresh, and a policy's output layer is left.
+    """
+    wanted = hf_shapes(family, spec, "policy")
+    problems: list[str] = []
+    optional = {family.head} if head == "value" or spec.is_tied else set()
+    for name, shape in wanted.items():
+        if name not in source.files:
+            if name not in optional:
+                problems.append(f"missing tensor {name} {list(shape)}")
+        elif source.shape(name) != shape:
+            problems.append(f"tensor {name} has shape {list(source.shape(name))}, config.json says {list(shape)}")
+    known = {*wanted, family.head, VALUE_HEAD}
+    problems += [f"unknown tensor {name}" for name in sorted(set(source.files) - known)]
+    if problems:
+        more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ValueError(f"{source.folder} does not hold this model:\n  " + "\n  ".join(problems[:20]) + more)
+
+
+def load_shard(source: HFFolder, layouts: Iterable[ParamLayout], weights: Mapping[str, Tensor]) -> list[str]:
+    """Fills one rank's parameters, in place, padding with zeros; a value head that the folder lacks is left as it is.
+
+    Args:
+        source: a folder that `check_folder` accepted.
+        layouts: what this rank holds.
+        weights: parameter by layout name; dtypes may differ from the file's.
+
+    Returns:
+        The names of parameters the folder has nothing for (only ever the value head).
+
+    Raises:
+        AssertionError: the layouts and the parameters do not name the same things in the same shapes.
+    """
+    fresh: list[str] = []
+    layouts = list(layouts)
+    names = {layout.name for layout in layouts}
+    assert names == set(weights), f"layout and model differ: {sorted(names ^ set(weights))}"
+    for layout in layouts:
+        local = weights[layout.name]
+        assert tuple(local.shape) == layout.shape, f"{layout.name}: {tuple(local.shape)} against {layout.shape}"
+        if any(piece.hf_name == VALUE_HEAD and VALUE_HEAD not in source.files for piece in layout.slices):
+            fresh.append(layout.name)
+            continue
+        if sum(piece.length for piece in layout.slices) < layout.shape[0] and layout.name.endswith("weight"):
+            local.zero_()
+        for piece in layout.slices:
+            values = source.read(piece.hf_name, piece.axis, piece.hf_start, piece.length)
+            local.narrow(piece.axis, piece.start, piece.length).copy_(values)
+    return fresh
+
+
+def save_hf_folder(
+    tensors: Iterable[tuple[str, Tensor]], out: str | Path, config_from: str | Path, dtype: torch.dtype
+) -> None:
+    """Writes whole tensors as a Hugging Face folder: beside first, then renamed over.
+
+    Args:
+        tensors: name and whole tensor, in the order they are to lie; consumed one by one.
+        out: the folder to make; one that exists is replaced when complete.
+        config_from: the folder that configuration and tokenizer are copied from.
+        dtype: dtype on disk, also written into config.json.
+    """
+    out = Path(out)
+    beside = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        if held:
+            save_file(held, beside / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+            shards.append(list(held))
+            held.clear()
+
+    for name, tensor in tensors:
+        held[name] = tensor.detach().to("cpu", dtype).contiguous()
+        total += held[name].nbytes
+        if sum(value.nbytes for value in held.values()) >= SHARD_BYTES:
+            flush()
+    flush()
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (beside / f"shard-{number}.safetensors").rename(beside / file)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (beside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for companion in COMPANIONS:
+        if (Path(config_from) / companion).is_file():
+            shutil.copy2(Path(config_from) / companion, beside / companion)
+    config = json.loads((beside / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    replaced = out.with_name(f".{out.name}.old-{os.getpid()}")
+    if out.exists():
+        out.rename(replaced)
+    beside.rename(out)
+    shutil.rmtree(replaced, ignore_errors=True)
