@@ -15,7 +15,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -167,10 +171,24 @@ def build_model(spec: ModelSpec, groups: RoleGroups, options: BuildOptions) -> P
         model.rope = Rope(inv_freq, device.device())
         for layer, number in zip(model.decoder.layers, layers, strict=True):
             layer.layer_number = number + 1  # Megatron assumes even stages; 1-based
+        _mark_sharded_parameters(model)
         if options.head == "value" and groups.is_last_stage:
             model.output_layer = ValueHead(spec.hidden_size, options.dtype, device.device())
         model.to(device.device())
     return model
+
+
+def _mark_sharded_parameters(model: PackedGPT) -> None:
+    """Says which parameters are cut over tensor-parallel ranks; the gradient norm counts the others once.
+
+    Megatron does this while it initialises weights, which we leave out.
+    """
+    cut = ((ColumnParallelLinear, 0), (VocabParallelEmbedding, 0), (RowParallelLinear, 1))
+    for module in model.modules():
+        for kind, dim in cut:
+            if isinstance(module, kind):
+                for parameter in module.parameters(recurse=False):
+                    vars(parameter).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -14,7 +14,8 @@ Invariants (the tests hold them):
 4. A rank is without sequences only when there are fewer sequences than ranks.
 5. Micro-batches are never more than first-fit decreasing needs, unless `min_batches` asks for more.
 
-A worked example: lengths 8 7 6 5 4, quadratic_cost=0, two ranks: 8+7 and 6+5+4.
+A worked example: lengths 8 7 6 5 4 on two ranks, quadratic_cost=0. 8 against 7 leaves 1, 6 against 5 leaves 1, 4
+against the first 1 leaves 3, 3 against the other 1 leaves 2: the ranks get 8+6 and 7+5+4.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import random
 from collections.abc import Sequence
 
 Bins = list[list[int]]
+Partial = list[tuple[float, tuple[int, ...]]]  # non-empty bins as (load, rows), heaviest first
 
 # A layer spends about 24·H² FLOPs a token and 4·H for each pair of tokens: 6·H to 1. This is H = 4096.
 LINEAR_COST = 24576.0
@@ -98,8 +100,8 @@ def plan_micro_batches(
         linear_cost, quadratic_cost: see `sequence_work`.
 
     Returns:
-        Ascending lists of rows, none empty, the heaviest first so that too large a budget shows at once. Their number is
-        max(n, min(min_batches, B)), where n, the number without `min_batches`, depends on the other arguments only.
+        Ascending lists of rows, none empty, the heaviest first so that too large a budget shows at once. Their
+        number is max(n, min(min_batches, B)), where n is what the other arguments alone give.
 
     Raises:
         ValueError: a sequence is longer than the budget.
@@ -212,24 +214,22 @@ def _fits(rows: Sequence[int], lengths: Sequence[int], max_tokens: int, limit: i
 def _balance(costs: Sequence[float], num_bins: int) -> Bins:
     """Largest differencing: merge the two most uneven partial partitions, heavy on light, until one is left.
 
-    A partial partition lists its non-empty bins as (load, rows), heaviest first; the others are empty. Heavy on light
-    fills an empty bin before it doubles one, so no bin stays empty while there are rows enough.
+    Heavy on light fills an empty bin before it doubles one, so no bin stays empty while there are rows enough.
     """
-    parts = [[(cost, (row,))] for row, cost in enumerate(costs)]
 
-    def uneven(part: list[tuple[float, tuple[int, ...]]]) -> float:
+    def uneven(part: Partial) -> float:
         return part[0][0] - (part[-1][0] if len(part) == num_bins else 0)
 
-    queue = [(-uneven(part), row, part) for row, part in enumerate(parts)]
+    queue: list[tuple[float, int, Partial]] = [(-cost, row, [(cost, (row,))]) for row, cost in enumerate(costs)]
     heapq.heapify(queue)
     number = len(queue)
     while len(queue) > 1:
         _, _, one = heapq.heappop(queue)
         _, _, other = heapq.heappop(queue)
         num_shared = max(0, len(one) + len(other) - num_bins)
-        light, heavy = one[len(one) - num_shared :], reversed(other[len(other) - num_shared :])
-        shared = [(a + b, rows_a + rows_b) for (a, rows_a), (b, rows_b) in zip(light, heavy)]
-        merged = one[: len(one) - num_shared] + other[: len(other) - num_shared] + shared
+        heavy_first, light_first = one[len(one) - num_shared :], reversed(other[len(other) - num_shared :])
+        shared = [(a + b, rows_a + rows_b) for (a, rows_a), (b, rows_b) in zip(heavy_first, light_first, strict=True)]
+        merged: Partial = one[: len(one) - num_shared] + other[: len(other) - num_shared] + shared
         merged.sort(key=lambda entry: (-entry[0], entry[1]))
         heapq.heappush(queue, (-uneven(merged), number, merged))
         number += 1

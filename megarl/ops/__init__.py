@@ -1,0 +1,1 @@
+"""The operations that megarl owns."""

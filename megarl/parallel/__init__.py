@@ -1,0 +1,1 @@
+"""Grids, process groups, partitions and pipeline schedules. What is planned here is data; executors are loops."""

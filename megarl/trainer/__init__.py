@@ -1,0 +1,1 @@
+"""The trainer: roles built on their grids, forward-only annotation, updates, and the export of weights."""

@@ -1,0 +1,112 @@
+"""The optimizer of one role: Megatron's DDP and distributed Adam around a model, and the learning rate over time.
+
+Weights may be bf16; gradients, masters and moments are fp32. A step whose gradient norm is not finite changes
+nothing, on all ranks of the role alike, because all see the same norm.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megarl import device
+from megarl.models.packed_gpt import PackedGPT
+from megarl.parallel.groups import RoleGroups
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """Linear warm-up to `peak`, then constant, linear or cosine decay to `floor` at step `decay_steps`."""
+
+    peak: float
+    floor: float
+    warmup_steps: int
+    decay: str
+    decay_steps: int
+
+    def at(self, step: int) -> float:
+        """The learning rate of optimizer step `step`, counted from 0; the first warm-up step is not zero."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.peak
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
+        share = 1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.floor + (self.peak - self.floor) * share
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """What Adam needs beside the learning rate; `clip_grad=0` does not clip."""
+
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    clip_grad: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`grad_norm` before clipping, over the whole model; `was_applied` is False when it was not finite."""
+
+    grad_norm: float
+    was_applied: bool
+
+
+def wrap_for_training(model: PackedGPT, groups: RoleGroups) -> DistributedDataParallel:
+    """Megatron's DDP: fp32 gradients in contiguous buffers, added up (not averaged) over data-parallel ranks."""
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    with device.megatron_build_scope():
+        return DistributedDataParallel(model.config, options, model, pg_collection=groups.collection)
+
+
+def build_optimizer(
+    model: DistributedDataParallel, groups: RoleGroups, options: AdamOptions, dtype: torch.dtype
+) -> ChainedOptimizer:
+    """Distributed Adam (AdamW), its fp32 masters taken from the weights as they are now: load weights first."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=0.0,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.betas[0],
+        adam_beta2=options.betas[1],
+        adam_eps=options.eps,
+        clip_grad=options.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    with device.megatron_build_scope():
+        return get_megatron_optimizer(
+            config, [model], use_gloo_process_groups=False, pg_collection=groups.collection
+        )
+
+
+def reduce_gradients(model: DistributedDataParallel, groups: RoleGroups) -> None:
+    """Adds gradients up over data-parallel ranks, norms' over tensor-parallel ranks, tied embeddings' over stages."""
+    with device.megatron_scope():
+        finalize_model_grads([model], None, pg_collection=groups.collection)
+
+
+def apply_step(optimizer: ChainedOptimizer, lr: float, options: AdamOptions) -> StepResult:
+    """One optimizer step with the gradients that lie in the model's buffers; all ranks of the role call it."""
+    with device.megatron_build_scope():
+        optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            return StepResult(grad_norm, was_applied=False)
+        for part in optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters and options.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=options.clip_grad, total_norm=grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = options.weight_decay * group.get("wd_mult", 1.0)
+        optimizer.step_with_ready_grads()
+    return StepResult(grad_norm, was_applied=True)

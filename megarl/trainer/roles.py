@@ -1,0 +1,111 @@
+"""A role: one model on its own grid, with an optimizer when it learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megarl import device
+from megarl.models.build import BuildOptions, build_model, named_weights
+from megarl.models.forward import unwrap
+from megarl.models.layout import Family, ModelSpec, ParamLayout, plan_stage
+from megarl.models.packed_gpt import PackedGPT
+from megarl.models.registry import read_model_spec
+from megarl.parallel.groups import RoleGroups
+from megarl.trainer.optim import AdamOptions, LRSchedule, build_optimizer, wrap_for_training
+from megarl.weights.hf import HFFolder, check_folder, load_shard
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a role that learns has more than one that only scores."""
+
+    model: DistributedDataParallel
+    optimizer: ChainedOptimizer
+    adam: AdamOptions
+    schedule: LRSchedule
+
+
+@dataclass(frozen=True)
+class Role:
+    """One rank's part of a role.
+
+    `max_tokens`, `max_sequences` bound a micro-batch; `layouts` says what of the checkpoint this rank holds.
+    """
+
+    name: str
+    groups: RoleGroups
+    family: Family
+    spec: ModelSpec
+    dtype: torch.dtype
+    model: PackedGPT
+    layouts: tuple[ParamLayout, ...]
+    max_tokens: int
+    max_sequences: int | None = None
+    training: Training | None = None
+
+    @property
+    def runs(self) -> torch.nn.Module:
+        """The module to call in a forward pass."""
+        return self.model if self.training is None else self.training.model
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters by layout name, live."""
+        return named_weights(unwrap(self.model))
+
+
+def build_role(
+    name: str,
+    groups: RoleGroups,
+    model_path: str,
+    options: BuildOptions,
+    *,
+    max_tokens: int,
+    max_sequences: int | None = None,
+    learns: tuple[AdamOptions, LRSchedule] | None = None,
+) -> Role:
+    """Builds this rank's part of a role and loads its weights; a collective of the role.
+
+    Args:
+        name: for messages.
+        groups: this rank's place.
+        model_path: a Hugging Face folder of a policy, or of a saved critic.
+        options: dtype, kind of head, recomputation.
+        learns: Adam's options and the learning rate over time, for a role that is trained.
+
+    Raises:
+        ValueError: the folder does not hold such a model, or the grid does not fit it.
+    """
+    family, spec = read_model_spec(model_path)
+    topology, at = groups.topology, groups.at
+    layouts = tuple(
+        plan_stage(family, spec, topology.tp_size, at.tp, topology.pp_size, at.pp, head=options.head)
+    )
+    source = HFFolder(model_path, family)
+    check_folder(source, family, spec, options.head)
+    model = build_model(spec, groups, options)
+    load_shard(source, layouts, named_weights(model))
+    training = None
+    if learns is None:
+        model.requires_grad_(False)
+        model.eval()
+    else:
+        adam, schedule = learns
+        wrapped = wrap_for_training(model, groups)
+        training = Training(wrapped, build_optimizer(wrapped, groups, adam, options.dtype), adam, schedule)
+    device.release_cached_memory()
+    return Role(
+        name=name,
+        groups=groups,
+        family=family,
+        spec=spec,
+        dtype=options.dtype,
+        model=model,
+        layouts=layouts,
+        max_tokens=max_tokens,
+        max_sequences=max_sequences,
+        training=training,
+    )

@@ -1,0 +1,68 @@
+"""Tiny models and batches, made in code, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.records import PackedBatch
+
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 500,  # not a multiple of anything that matters
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": 2,
+}
+
+
+def build_hf_model(family: str, **changes: Any) -> Any:
+    """A transformers model of `family` (llama, qwen2, qwen3) with random weights, none of them zero or one by default."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    config = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family](**{**SHAPE, **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            parameter.data.normal_(0.0, 0.1)
+        else:
+            parameter.data.normal_(0.0, 0.05)
+    return model
+
+
+def save_hf_model(path: Path, family: str, **changes: Any) -> str:
+    """Writes `build_hf_model(...)` as a folder and returns its path."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    build_hf_model(family, **changes).save_pretrained(path)
+    return str(path)
+
+
+def build_batch(prompts: list[int], responses: list[int], vocab_size: int = 500, seed: int = 0) -> PackedBatch:
+    """Random sequences: prompt b has `prompts[b]` tokens and its answer `responses[b]`."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    mask = torch.cat(
+        [torch.arange(length) >= prompt for length, prompt in zip(lengths, prompts, strict=True)]
+    )
+    total = sum(lengths)
+    return PackedBatch(
+        tokens=torch.randint(3, vocab_size, (total,), generator=generator),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+        response_mask=mask,
+        rollout_logprobs=torch.where(mask, -torch.rand(total, generator=generator), 0.0),
+        group=torch.arange(len(prompts)),
+        is_finished=torch.ones(len(prompts), dtype=torch.bool),
+    )
