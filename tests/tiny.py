@@ -25,7 +25,7 @@ SHAPE: dict[str, Any] = {
 
 
 def build_hf_model(family: str, **changes: Any) -> Any:
-    """A transformers model of `family` (llama, qwen2, qwen3) with random weights, none of them zero or one by default."""
+    """A transformers model of `family` (llama, qwen2, qwen3) with random weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
     config = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family](**{**SHAPE, **changes})
@@ -54,9 +54,7 @@ def build_batch(prompts: list[int], responses: list[int], vocab_size: int = 500,
     """Random sequences: prompt b has `prompts[b]` tokens and its answer `responses[b]`."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    mask = torch.cat(
-        [torch.arange(length) >= prompt for length, prompt in zip(lengths, prompts, strict=True)]
-    )
+    mask = torch.cat([torch.arange(length) >= prompt for length, prompt in zip(lengths, prompts, strict=True)])
     total = sum(lengths)
     return PackedBatch(
         tokens=torch.randint(3, vocab_size, (total,), generator=generator),

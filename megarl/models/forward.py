@@ -114,9 +114,12 @@ def read_hidden(hidden: Tensor, micro: MicroBatch, groups: RoleGroups) -> Tensor
 
 
 def compute_logprobs(
-    model: torch.nn.Module, hidden: Tensor, micro: MicroBatch, groups: RoleGroups, temperature: float, vocab_size: int
+    model: torch.nn.Module, hidden: Tensor, micro: MicroBatch, groups: RoleGroups, temperature: float, num_ids: int
 ) -> tuple[Tensor, Tensor]:
-    """Last stage: log-probs [K] and entropies [K] fp32 of the policy tokens at the sampling temperature."""
+    """Last stage: log-probs [K] and entropies [K] fp32 of the policy tokens at the sampling temperature.
+
+    Ids from `num_ids` on take no mass.
+    """
     weight = unwrap(model).head_weight()
     return linear_logprob_entropy(
         read_hidden(hidden, micro, groups),
@@ -124,7 +127,7 @@ def compute_logprobs(
         micro.targets,
         temperature=temperature,
         vocab_start=weight.shape[0] * groups.at.tp,
-        vocab_size=vocab_size,
+        vocab_size=num_ids,
         tp_group=groups.collection.tp,
     )
 

@@ -50,8 +50,10 @@ class PackedGPT(GPTModel):
 
     def head_weight(self) -> Tensor:
         """[Vp, H]: this rank's rows of the output projection, the embedding's where the two are tied."""
-        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else (
-            self.output_layer.weight
+        return (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else (self.output_layer.weight)
         )
 
 

@@ -79,9 +79,7 @@ def _build_block(
     is_real = column < length[:, None]
     index = torch.where(is_real, start[:, None] + column, start[:, None])
     cells = is_real.flatten().nonzero().flatten()
-    return Block(
-        len(rows), longest, index.flatten().to(device), cells.to(device), index.flatten()[cells].to(device)
-    )
+    return Block(len(rows), longest, index.flatten().to(device), cells.to(device), index.flatten()[cells].to(device))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float) -> Tensor:

@@ -11,6 +11,7 @@ node. A worked example, 8 ranks as tp=2, dp=2, pp=2:
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,7 +47,7 @@ class Topology:
         assert len(self.ranks) == self.tp_size * self.pp_size * self.dp_size, (
             f"{len(self.ranks)} ranks cannot form tp={self.tp_size} pp={self.pp_size} dp={self.dp_size}"
         )
-        assert all(a < b for a, b in zip(self.ranks, self.ranks[1:])), f"ranks must rise: {self.ranks}"
+        assert all(a < b for a, b in itertools.pairwise(self.ranks)), f"ranks must rise: {self.ranks}"
 
     def __contains__(self, rank: int) -> bool:
         return rank in self.ranks

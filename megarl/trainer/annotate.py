@@ -35,7 +35,7 @@ def annotate_logprobs(role: Role | None, batch: PackedBatch, temperature: float)
 
     def score(hidden: Tensor, micro: MicroBatch) -> Tensor:
         assert role is not None
-        return compute_logprobs(role.model, hidden, micro, role.groups, temperature, role.spec.vocab_size)[0]
+        return compute_logprobs(role.model, hidden, micro, role.groups, temperature, role.num_ids)[0]
 
     return _annotate(role, batch, score)
 

@@ -10,14 +10,15 @@ import math
 from dataclasses import dataclass
 
 import torch
-from megarl import device
-from megarl.models.packed_gpt import PackedGPT
-from megarl.parallel.groups import RoleGroups
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megarl import device
+from megarl.models.packed_gpt import PackedGPT
+from megarl.parallel.groups import RoleGroups
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,7 @@ def build_optimizer(
         use_distributed_optimizer=True,
     )
     with device.megatron_build_scope():
-        return get_megatron_optimizer(
-            config, [model], use_gloo_process_groups=False, pg_collection=groups.collection
-        )
+        return get_megatron_optimizer(config, [model], use_gloo_process_groups=False, pg_collection=groups.collection)
 
 
 def reduce_gradients(model: DistributedDataParallel, groups: RoleGroups) -> None:

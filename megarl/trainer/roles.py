@@ -34,6 +34,8 @@ class Role:
     """One rank's part of a role.
 
     `max_tokens`, `max_sequences` bound a micro-batch; `layouts` says what of the checkpoint this rank holds.
+    `num_ids`: token ids from here on take no probability mass: padding of the vocabulary, and rows of a table that is
+    larger than the tokenizer, which the sampler never draws either.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Role:
     dtype: torch.dtype
     model: PackedGPT
     layouts: tuple[ParamLayout, ...]
+    num_ids: int
     max_tokens: int
     max_sequences: int | None = None
     training: Training | None = None
@@ -65,6 +68,7 @@ def build_role(
     *,
     max_tokens: int,
     max_sequences: int | None = None,
+    num_ids: int | None = None,
     learns: tuple[AdamOptions, LRSchedule] | None = None,
 ) -> Role:
     """Builds this rank's part of a role and loads its weights; a collective of the role.
@@ -74,6 +78,8 @@ def build_role(
         groups: this rank's place.
         model_path: a Hugging Face folder of a policy, or of a saved critic.
         options: dtype, kind of head, recomputation.
+        max_tokens, max_sequences: bounds of a micro-batch.
+        num_ids: ids of the tokenizer; None = as many as the table has rows.
         learns: Adam's options and the learning rate over time, for a role that is trained.
 
     Raises:
@@ -81,9 +87,7 @@ def build_role(
     """
     family, spec = read_model_spec(model_path)
     topology, at = groups.topology, groups.at
-    layouts = tuple(
-        plan_stage(family, spec, topology.tp_size, at.tp, topology.pp_size, at.pp, head=options.head)
-    )
+    layouts = tuple(plan_stage(family, spec, topology.tp_size, at.tp, topology.pp_size, at.pp, head=options.head))
     source = HFFolder(model_path, family)
     check_folder(source, family, spec, options.head)
     model = build_model(spec, groups, options)
@@ -105,6 +109,7 @@ def build_role(
         dtype=options.dtype,
         model=model,
         layouts=layouts,
+        num_ids=min(num_ids or spec.vocab_size, spec.vocab_size),
         max_tokens=max_tokens,
         max_sequences=max_sequences,
         training=training,

@@ -81,6 +81,7 @@ def load_into_vllm(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Non
     missing = hf_names(model)
     tied = {"lm_head.weight"} if is_tied(model) else set()
     unknown: list[str] = []
+    dtype = model_dtype(model)
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named:
@@ -90,7 +91,7 @@ def load_into_vllm(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Non
                 unknown.append(name)
                 continue
             missing.discard(name)
-            yield name, tensor
+            yield name, tensor.to(dtype)
 
     with torch.no_grad():
         model.load_weights(watched())  # pyright: ignore[reportCallIssue]
@@ -105,15 +106,26 @@ def load_into_vllm(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Non
 def pack_(model: nn.Module) -> None:
     """Renews the packed copies on a CPU from the visible weights; nothing to do on a GPU."""
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    head = getattr(model, "lm_head", None)
     for module in model.modules():
-        if hasattr(module, "cpu_linear"):
+        if not hasattr(module, "cpu_linear"):
+            continue
+        if isinstance(module, VocabParallelEmbedding) and module is not head:
+            module.cpu_linear = nn.functional.linear  # only looked up, never multiplied: frees vLLM's packed copy
+        else:
             utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of the model's weights: that of the embedding, the first (on a CPU some biases are kept in fp32)."""
+    return next(model.parameters()).dtype
 
 
 def is_tied(model: nn.Module) -> bool:
     """True when the head shares the embedding's parameter."""
-    return bool(getattr(model, "config").tie_word_embeddings)
+    return bool(model.config.tie_word_embeddings)
 
 
 def hf_names(model: nn.Module) -> set[str]:
@@ -177,9 +189,10 @@ def compute_checksums(model: nn.Module, tp_group: dist.ProcessGroup | None = Non
     Raises:
         AssertionError: ranks that hold the same part (norms, key/value heads) disagree.
     """
+    dtype = model_dtype(model)
     mine = {
         (part.hf_name, part.row_start, part.column_start): compute_checksum(
-            part.tensor, part.row_start, part.column_start
+            part.tensor.to(dtype), part.row_start, part.column_start
         )
         for part in live_slices(model)
     }

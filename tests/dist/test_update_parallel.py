@@ -76,7 +76,7 @@ def run_one_step(rank: int, world_size: int, path: str, grid: Grid, family_dtype
 
     def policy(hidden, micro, weights):
         logprobs, entropy = compute_logprobs(
-            actor.model, hidden, micro, actor.groups, 0.7, actor.spec.vocab_size
+            actor.model, hidden, micro, actor.groups, 0.7, actor.num_ids
         )
         pick = micro.token_index
         return policy_objective(

@@ -1,0 +1,67 @@
+# `make quickstart` and `make test` do everything on a fresh machine with Python 3.11, git, make and a C++ compiler.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+QUICK := .cache/quickstart
+
+# The pinned list is chosen by whether an NVIDIA GPU is there: `make setup DEVICE=cpu` decides by hand.
+DEVICE ?= $(shell if nvidia-smi >/dev/null 2>&1 || [ -e /dev/nvidia0 ]; then echo cuda; else echo cpu; fi)
+LISTS := requirements/$(DEVICE).txt requirements/dev.txt requirements/quickstart.txt
+# The stamp's name holds a hash of what was installed: other lists, another stamp, a new installation.
+STAMP := $(VENV)/.installed-$(DEVICE)-$(shell cat $(LISTS) setup.py | sha256sum | cut -c1-16)
+
+.PHONY: help setup quickstart test test-fast check format clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+
+setup: $(STAMP) ## .venv with the pinned packages and megarl itself; nothing the second time
+
+# The stamp is written last: an installation that was broken off is taken up again.
+$(STAMP): $(LISTS) setup.py
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or run: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3.11"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "$(PYTHON) is not Python 3.11, which the pinned lists are for"; exit 2; }
+	@echo "setup: device $(DEVICE): installing the packages of $(LISTS) (about a minute)"
+	@rm -f $(VENV)/.installed-*
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps $(addprefix -r ,$(LISTS))
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
+	@touch $@
+
+# `model` and `data` are each written beside and renamed, so a folder that is there is whole.
+$(QUICK)/model/config.json: | $(STAMP)
+	@mkdir -p $(QUICK)
+	$(BIN)/python examples/quickstart/prepare_model.py --out $(QUICK)/model
+
+$(QUICK)/data/val.parquet: | $(STAMP)
+	@mkdir -p $(QUICK)
+	@rm -rf $(QUICK)/data $(QUICK)/data.writing
+	$(BIN)/python examples/data/reasoning_gym_chain_sum.py --out $(QUICK)/data.writing --train 2000 --val 100 --digits 1 --terms 2 --seed 1
+	@mv $(QUICK)/data.writing $(QUICK)/data
+
+quickstart: $(STAMP) $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## PPO of SmolLM2-135M on one-digit sums, everything included
+	$(BIN)/megarl train --config examples/ppo_smollm2/config.yaml $(ARGS)
+
+check: $(STAMP) ## formatter, linter, types, house rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+	$(BIN)/python -m pytest -q tests/unit/test_house.py
+
+test: check $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## everything
+	$(BIN)/python -m pytest --durations=20 $(ARGS)
+
+test-fast: $(STAMP) ## the tests of single parts, without the slow ones
+	$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
+
+format: $(STAMP) ## rewrite the files as `check` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what runs and builds left, but not .venv or .cache
+	rm -rf runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,119 @@
+"""The command line: `megarl train ...` and `megarl data inspect ...`.
+
+`megarl train` checks the configuration, then joins the ranks that torchrun or srun started, or starts
+`trainer.n_gpus_per_node` local ranks of itself when nobody did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+from collections.abc import Sequence
+
+from megarl import __version__
+from megarl.config.load import ConfigError, load_config, resolve_config
+from megarl.config.schema import Config
+from megarl.config.validate import find_problems
+from megarl.launch.failure import USER_MISTAKE_EXIT, run_rank
+from megarl.launch.local import World, launch_local, resolve_world
+from megarl.obs.log import quiet_environment, setup_logging
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point of the console script `megarl`."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="megarl", description="Reinforcement-learning post-training on Megatron-Core."
+    )
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("train", help="train a policy", add_help=False)
+    data = commands.add_parser("data", help="look at data").add_subparsers(dest="data_command", required=True)
+    inspect = data.add_parser("inspect", help="show one row as the model will see it")
+    inspect.add_argument("file", help="parquet, jsonl, json, csv, or a folder of a saved data set")
+    inspect.add_argument("--row", type=int, default=0)
+    inspect.add_argument("--model", help="a Hugging Face folder: its tokenizer and chat template are used")
+    inspect.add_argument("--prompt-key", default="prompt")
+    inspect.add_argument("--chat-template", help="a Jinja template, or a file with one")
+    inspect.add_argument("--raw-prompt", action="store_true", help="encode plain strings as they are")
+    if words[:1] == ["train"]:
+        return run_train(words[1:])
+    options = parser.parse_args(words)
+    from megarl.rollout.show_row import run_inspect
+
+    try:
+        run_inspect(
+            options.file, options.row, options.model, options.prompt_key, options.chat_template, options.raw_prompt
+        )
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return USER_MISTAKE_EXIT
+    return 0
+
+
+def run_train(words: Sequence[str]) -> int:
+    """`megarl train [--config FILE] [--dry-run] [key=value ...]`; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="megarl train", description="Train a policy with PPO or GRPO.")
+    parser.add_argument("--config", help="a YAML file; its values go over the defaults")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; load no model")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="go over the file's values")
+    options = parser.parse_args(list(words))
+    quiet_environment()
+    try:
+        config = resolve_config(load_config(options.config, options.overrides))
+        world = resolve_world(*_written_sizes(config, options.overrides), os.environ)
+        world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes if world is None else world.world_size
+        problems = find_problems(config, world_size)
+        if problems:
+            raise ConfigError(problems)
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"{error}\n")
+        return USER_MISTAKE_EXIT
+    if options.dry_run:
+        from rich.console import Console
+
+        from megarl.plan import print_plan
+
+        if world is None or world.rank == 0:
+            print_plan(config, world_size, Console())
+        return 0
+    if world is None:
+        return launch_local(config.trainer.n_gpus_per_node, words)
+    run_rank(lambda: _run_as_rank(config, world))
+    return 0
+
+
+def _written_sizes(config: Config, overrides: Sequence[str]) -> tuple[int | None, int | None]:
+    """`trainer.nnodes` and `trainer.n_gpus_per_node` where the user wrote them on the command line.
+
+    A file is often shared between launches of different sizes: there, a launcher's sizes win.
+    """
+    written = {word.partition("=")[0].lstrip("+") for word in overrides}
+    nnodes = config.trainer.nnodes if "trainer.nnodes" in written else None
+    per_node = config.trainer.n_gpus_per_node if "trainer.n_gpus_per_node" in written else None
+    return nnodes, per_node
+
+
+def _run_as_rank(config: Config, world: World) -> None:
+    """Joins the process group, trains, and leaves it."""
+    os.environ |= world.environment()
+    setup_logging(world.rank)
+    import torch.distributed as dist
+
+    from megarl import device
+    from megarl.job import open_job
+    from megarl.report import RunReport
+    from megarl.train import train
+
+    device.bind_local_device(world.local_rank)
+    timeout = datetime.timedelta(seconds=config.trainer.timeout_s)
+    dist.init_process_group(device.backend(), rank=world.rank, world_size=world.world_size, timeout=timeout)
+    job = open_job(config)
+    train(job, RunReport(config, job.total_steps))
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # engines and communicators have threads of their own that may hang while they are torn down

@@ -1,0 +1,281 @@
+"""Sets a job up: from a checked configuration to data, reward, roles and engine, each on its own grid.
+
+`open_job` is called on every rank with the same configuration, after the process group exists. What can be wrong with
+the user's files is found before any model is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl import device
+from megarl.config.load import ConfigError
+from megarl.config.schema import (
+    ActorConfig,
+    AdvEstimator,
+    Config,
+    CriticConfig,
+    Engine,
+    GridConfig,
+    OptimConfig,
+    RefConfig,
+)
+from megarl.config.validate import model_roles
+from megarl.models.build import BuildOptions, uses_transformer_engine
+from megarl.models.registry import read_model_spec
+from megarl.parallel.groups import GroupCache, build_groups
+from megarl.parallel.topology import Topology, plan_topology
+from megarl.records import Prompt
+from megarl.reward.score import RewardFunction, dry_run, load_reward_function
+from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.naive_engine import NaiveEngine
+from megarl.rollout.prompts import PromptStream, build_prompts
+from megarl.rollout.rows import load_rows
+from megarl.rollout.tokenizer import check_tokenizer_fits, count_token_ids, load_tokenizer, stop_token_ids
+from megarl.trainer.next_token import build_next_logits
+from megarl.trainer.optim import AdamOptions, LRSchedule
+from megarl.trainer.roles import Role, build_role
+from megarl.weights.checksum import record_checksums
+from megarl.weights.gather import gather_hf_tensors
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the run reads: the tokenizer, training prompts without end, held-out prompts, and the judge."""
+
+    tokenizer: Any
+    stream: PromptStream
+    held_out: list[Prompt]
+    stop_ids: tuple[int, ...]
+    num_ids: int
+    reward: RewardFunction
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything one rank holds. A role that this rank is not part of is None here."""
+
+    config: Config
+    data: Data
+    topologies: dict[str, Topology]
+    actor: Role | None
+    critic: Role | None
+    ref: Role | None
+    engine: RolloutEngine | None
+    total_steps: int
+
+    def sync_weights(self, version: int) -> None:
+        """Hands the actor's weights to the engines; a collective of the world."""
+        sync_weights(self, version)
+
+
+def plan_topologies(config: Config, world_size: int) -> dict[str, Topology]:
+    """The grid of every role that this configuration uses, the rollout's last."""
+    grids: dict[str, GridConfig | None] = {
+        "actor": config.parallel.actor,
+        "critic": config.parallel.critic,
+        "ref": config.parallel.ref or config.parallel.actor,
+    }
+    chosen = {role: grids[role] for role in model_roles(config)}
+    chosen["rollout"] = config.parallel.actor if config.rollout.name is Engine.naive else config.parallel.rollout
+    planned: dict[str, Topology] = {}
+    for role, grid in chosen.items():
+        assert grid is not None
+        planned[role] = plan_topology(role, world_size, grid.tp, grid.pp, grid.dp, grid.ranks)
+    return planned
+
+
+def open_job(config: Config) -> Job:
+    """Reads the data and builds every role and engine. A collective of the world.
+
+    Raises:
+        ConfigError: something about the user's files or options that only shows when they are read.
+    """
+    data = open_data(config)
+    steps = data.stream.steps_per_epoch * config.trainer.total_epochs
+    total_steps = steps if config.trainer.total_training_steps is None else config.trainer.total_training_steps
+    topologies = plan_topologies(config, dist.get_world_size())
+    cache = GroupCache(config.trainer.timeout_s)
+    layers = "Transformer Engine" if uses_transformer_engine() else "torch"
+    log.info("%s; layers: %s", device.describe(), layers)
+
+    def open_role(name: str, settings: ActorConfig | CriticConfig | RefConfig) -> Role | None:
+        if name not in topologies:
+            return None
+        start = time.perf_counter()
+        groups = build_groups(topologies[name], cache)
+        if groups is None:
+            return None
+        learns = None
+        if not isinstance(settings, RefConfig):
+            num_updates = total_steps * count_updates(config, name)
+            learns = build_optimizer_options(settings.optim, num_updates)
+        requested = config.actor.dtype if isinstance(settings, RefConfig) else settings.dtype
+        options = BuildOptions(
+            dtype=device.pick_dtype(requested.value),
+            head="value" if name == "critic" else "policy",
+            recompute="none" if isinstance(settings, RefConfig) else settings.recompute.value,
+            seed=config.trainer.seed,
+        )
+        assert settings.model_path is not None
+        role = build_role(
+            name,
+            groups,
+            settings.model_path,
+            options,
+            max_tokens=settings.ppo_max_token_len,
+            max_sequences=None if isinstance(settings, RefConfig) else settings.ppo_micro_batch_size,
+            num_ids=data.num_ids,
+            learns=learns,
+        )
+        log.info("%s: %s, %s, built in %.1f s", name, groups.at, options.dtype, time.perf_counter() - start)
+        return role
+
+    actor, critic, ref = (
+        open_role("actor", config.actor),
+        open_role("critic", config.critic),
+        open_role("ref", config.ref),
+    )
+    engine = open_engine(config, data, topologies["rollout"], actor)
+    return Job(config, data, topologies, actor, critic, ref, engine, total_steps)
+
+
+def open_data(config: Config) -> Data:
+    """Reads and checks everything that the user's files hold, before any model is built."""
+    options, model_path = config.data, config.actor.model_path
+    assert model_path is not None and config.actor.tokenizer_path is not None
+    try:
+        tokenizer = load_tokenizer(config.actor.tokenizer_path)
+        _, spec = read_model_spec(model_path)
+        num_ids = count_token_ids(tokenizer)
+        check_tokenizer_fits(num_ids, spec.vocab_size)
+        reward = load_reward_function(config.reward.function, config.reward.kwargs)
+
+        def read(files: list[str], limit: int | None) -> list[Prompt]:
+            origin = ", ".join(files)
+            prompts, counts = build_prompts(
+                load_rows(files)[:limit],
+                tokenizer,
+                max_prompt_length=options.max_prompt_length,
+                overlong=options.overlong_prompts.value,
+                prompt_key=options.prompt_key,
+                chat_template=options.chat_template,
+                raw_prompt=options.raw_prompt,
+                origin=origin,
+            )
+            log.info("%s: %s", origin, counts)
+            return prompts
+
+        train = read(options.train_files, None)
+        held_out = read(options.val_files, options.val_max_samples) if options.val_files else []
+        assert options.seed is not None
+        stream = PromptStream(
+            train,
+            options.train_batch_size,
+            options.seed,
+            shuffle=options.shuffle,
+            length_bucketing=options.length_bucketing,
+            origin=", ".join(options.train_files),
+        )
+        dry_run(reward, train[0], config.reward.function)
+        stop_ids = stop_token_ids(model_path, tokenizer)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    return Data(tokenizer, stream, held_out, stop_ids, num_ids, reward)
+
+
+def open_engine(config: Config, data: Data, topology: Topology, actor: Role | None) -> RolloutEngine | None:
+    """Builds this rank's part of a rollout engine. A collective of the world."""
+    start = time.perf_counter()
+    max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    if config.rollout.name is Engine.naive:
+        return None if actor is None else NaiveEngine(build_next_logits(actor), max_model_len)
+    from megarl.rollout.vllm_engine import build_vllm_engine
+
+    assert config.actor.model_path is not None
+    _, spec = read_model_spec(config.actor.model_path)
+    try:
+        engine = build_vllm_engine(
+            config.actor.model_path,
+            topology,
+            dist.get_rank(),
+            dtype=device.pick_dtype(config.rollout.dtype.value),
+            max_model_len=max_model_len,
+            max_num_seqs=config.rollout.max_num_seqs,
+            kv_cache_gib=config.rollout.kv_cache_gib,
+            gpu_memory_utilization=config.rollout.gpu_memory_utilization,
+            enforce_eager=config.rollout.enforce_eager,
+            seed=config.trainer.seed,
+            vocab_limit=data.num_ids if data.num_ids < spec.vocab_size else None,
+        )
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    log.info(
+        "%d vLLM engines of tp=%d, built in %.1f s", topology.dp_size, topology.tp_size, time.perf_counter() - start
+    )
+    return engine
+
+
+def sync_weights(job: Job, version: int) -> None:
+    """Whole tensors from the actor's shards into every engine, and proof by checksum that they arrived.
+
+    Raises:
+        RuntimeError: a tensor lies in the engine otherwise than it was sent; nothing has been generated with it.
+    """
+    config, topology = job.config, job.topologies["actor"]
+    if isinstance(job.engine, NaiveEngine):
+        job.engine.set_version(version)
+        return
+    assert config.actor.model_path is not None
+    family, spec = read_model_spec(config.actor.model_path) if job.actor is None else (job.actor.family, job.actor.spec)
+    weights = None if job.actor is None else job.actor.weights()
+    dtype = device.pick_dtype(config.actor.dtype.value)
+    tensors = gather_hf_tensors(family, spec, topology, weights, dtype, device.device())
+    if job.engine is None:
+        for _ in tensors:
+            continue
+        return
+    sent: dict[str, int] = {}
+    engine_dtype = device.pick_dtype(config.rollout.dtype.value)
+    is_checked = version == 0
+    job.engine.load_weights(record_checksums(tensors, engine_dtype, sent) if is_checked else tensors, version)
+    if is_checked:
+        held = job.engine.checksums()
+        wrong = sorted(name for name in held if held[name] != sent.get(name, held[name]))
+        if wrong:
+            job.engine.discard_weights()
+            raise RuntimeError(
+                f"after the weight transfer {len(wrong)} tensors differ in the engine, first: {wrong[0]}"
+            )
+
+
+def build_optimizer_options(optim: OptimConfig, num_updates: int) -> tuple[AdamOptions, LRSchedule]:
+    """Adam's options and the learning rate over `num_updates` optimizer steps."""
+    adam = AdamOptions(optim.weight_decay, (optim.betas[0], optim.betas[1]), optim.eps, optim.clip_grad)
+    decay_steps = num_updates if optim.lr_decay_steps is None else optim.lr_decay_steps
+    return adam, LRSchedule(optim.lr, optim.min_lr, optim.lr_warmup_steps, optim.lr_decay_style.value, decay_steps)
+
+
+def count_updates(config: Config, role: str) -> int:
+    """Optimizer steps that one training step holds for `role`."""
+    settings = config.critic if role == "critic" else config.actor
+    assert settings.ppo_mini_batch_size is not None and settings.ppo_epochs is not None
+    return settings.ppo_epochs * -(-config.data.train_batch_size // settings.ppo_mini_batch_size)
+
+
+def derive_seed(seed: int, purpose: str, step: int) -> int:
+    """A seed in [0, 2**63) that depends on these three only."""
+    digest = hashlib.blake2b(f"{seed} {purpose} {step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def uses_critic(config: Config) -> bool:
+    return config.algorithm.adv_estimator is AdvEstimator.gae

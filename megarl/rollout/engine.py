@@ -1,0 +1,62 @@
+"""What every rollout engine can do. `vllm_engine.py` and `naive_engine.py` build the two kinds.
+
+One engine lives on the ranks of one tensor-parallel (and, for the naive engine, pipeline-parallel) group; several
+engines side by side are rollout data parallel. All methods are called on every rank of an engine with the same
+arguments; engines never wait for each other in `generate`.
+
+    engine.load_weights(named_tensors, version=3)   # the prefix cache is dropped
+    rollouts = engine.generate(prompts, sampling)   # refused before the first load and after `discard_weights`
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megarl.records import Prompt, Rollout, Sampling
+
+
+class RolloutEngine(Protocol):
+    """An engine that answers prompts with the weights it was given last."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+        """Draws `sampling.n` answers to each prompt, greedily when `sampling.temperature` is 0.
+
+        Returns:
+            `len(prompts) * sampling.n` rollouts, by prompt, then by sample, the same on every rank of the engine.
+
+        Raises:
+            ValueError: no weights, or a request that the engine cannot serve (too long, an unusable temperature).
+        """
+        ...
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Takes whole tensors under their Hugging Face names, one after the other; never holds all of them.
+
+        Answers drawn from now on carry `version`. A tensor that is missing or unknown is an error.
+        """
+        ...
+
+    def checksums(self) -> dict[str, int]:
+        """Hugging Face name -> checksum of the live weights, comparable with `weights.checksum.compute_checksum`."""
+        ...
+
+    def discard_weights(self) -> None:
+        """Forgets the weights; `generate` refuses until the next `load_weights`."""
+        ...
+
+    def close(self) -> None:
+        """Frees the engine; it is of no use afterwards."""
+        ...
+
+
+def request_seed(seed: int, row: int, sample: int) -> int:
+    """The seed of one answer, in [0, 2**63): depends on these three only, not on the engine or the batch.
+
+    `seed` must change with the step. A row that occurs twice in one step gets the same answers twice.
+    """
+    digest = hashlib.blake2b(f"{seed} {row} {sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,79 @@
+"""The tokenizer of a model folder: loading it, which ids end an answer, and whether it fits the embedding table."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a local folder; the network is never asked.
+
+    Raises:
+        ValueError: no such folder, or nothing in it that transformers can read as a tokenizer.
+    """
+    if not os.path.isdir(path):
+        raise ValueError(f"actor.tokenizer_path={path} is not a folder; download the tokenizer and name its folder")
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"actor.tokenizer_path={path} holds no tokenizer that can be read: {error}") from error
+
+
+def load_chat_template(option: str | None) -> str | None:
+    """The text of `data.chat_template`: a Jinja template, or the path of a file with one."""
+    if option is None or "{" in option:
+        return option
+    if not os.path.isfile(option):
+        raise ValueError(f"data.chat_template={option} is neither a Jinja template nor a file; name an existing file")
+    return Path(option).read_text(encoding="utf-8")
+
+
+def count_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows of an embedding table that the tokenizer can reach: its highest id + 1."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_tokenizer_fits(tokenizer_size: int, table_rows: int) -> None:
+    """Refuses a tokenizer with ids beyond the model's embedding table; a table with rows to spare is fine.
+
+    Args:
+        tokenizer_size: highest id + 1, see `count_token_ids`.
+        table_rows: rows of the embedding table, `vocab_size` in config.json.
+    """
+    if tokenizer_size > table_rows:
+        raise ValueError(
+            f"the tokenizer has {tokenizer_size} ids, {tokenizer_size - table_rows} beyond the {table_rows} rows of "
+            f"the model's embedding table; use the model's own tokenizer (actor.tokenizer_path), or a model with a "
+            f"larger table"
+        )
+
+
+def stop_token_ids(model_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All ids that end an answer: those of generation_config.json, config.json and the tokenizer together, sorted.
+
+    Raises:
+        ValueError: none is named anywhere; answers would never end.
+    """
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = Path(model_path) / name
+        if file.is_file():
+            ids |= _as_ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
+    ids |= _as_ids(tokenizer.eos_token_id)
+    if not ids:
+        raise ValueError(
+            f"{model_path}: neither generation_config.json, config.json nor the tokenizer names an eos token; "
+            f"set eos_token_id in generation_config.json"
+        )
+    return tuple(sorted(ids))
+
+
+def _as_ids(value: Any) -> set[int]:
+    if value is None:
+        return set()
+    return {int(one) for one in value} if isinstance(value, list | tuple) else {int(value)}

@@ -1,0 +1,143 @@
+"""Reward functions: found or refused at start; a failure is marked, never a zero reward."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.records import Prompt, Rollout
+from megarl.reward.score import dry_run, load_reward_function, score_rollouts
+
+PROMPT = Prompt(row=4, token_ids=(1,), text="", data_source="src", ground_truth="3", extra_info={"index": 4})
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file with a reward function and gives its spec."""
+
+    def run(body: str, head: str = "data_source, solution_str, ground_truth, extra_info=None") -> str:
+        file = tmp_path / "mine.py"
+        file.write_text(f"def judge({head}):\n    {body}\n")
+        return f"{file}:judge"
+
+    return run
+
+
+def score(function, texts, **options):
+    rollouts = [
+        Rollout(prompt_index=0, sample=i, token_ids=(), logprobs=(), is_finished=True, weights_version=0)
+        for i in range(len(texts))
+    ]
+    return score_rollouts([PROMPT], rollouts, texts, function, **options)
+
+
+def test_rule_by_name():
+    assert load_reward_function("numeric")("", "it is 3", "3", {})["score"] == 1.0
+
+
+def test_kwargs_reach_the_rule():
+    function = load_reward_function("gsm8k", {"method": "flexible"})
+    assert function("", "3", "3", {})["score"] == 1.0
+
+
+def test_function_of_a_file_gets_verls_arguments(write):
+    spec = write("return [data_source, solution_str, ground_truth, extra_info, bonus]", "data_source, solution_str, "
+                 "ground_truth, extra_info, bonus")  # fmt: skip
+    function = load_reward_function(spec, {"bonus": 2})
+    assert function("d", "s", "g", {"i": 1}) == ["d", "s", "g", {"i": 1}, 2]
+
+
+def test_unknown_rule_names_the_nearest():  # case H4
+    with pytest.raises(ValueError, match=r"reward.function=numerik .*did you mean numeric\?"):
+        load_reward_function("numerik")
+
+
+def test_unknown_function_of_a_file_names_the_nearest(write):  # case H4
+    with pytest.raises(ValueError, match=r"no function juge; did you mean judge\?"):
+        load_reward_function(write("return 1").replace(":judge", ":juge"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"), [("no/file.py:f", "no/file.py does not exist"), ("no/file.py", "no/file.py:function")]
+)
+def test_missing_file_or_function_name(spec, words):  # case H4
+    with pytest.raises(ValueError, match=words):
+        load_reward_function(spec)
+
+
+def test_file_that_fails_on_import(tmp_path):
+    file = tmp_path / "bad.py"
+    file.write_text("import nowhere_at_all\n")
+    with pytest.raises(ValueError, match=r"bad.py cannot be imported: ModuleNotFoundError"):
+        load_reward_function(f"{file}:f")
+
+
+@pytest.mark.parametrize(
+    ("head", "kwargs", "words"),
+    [
+        ("solution_str, ground_truth", {}, r"lacks \['data_source', 'extra_info'\]"),
+        ("data_source, solution_str, ground_truth, extra_info, bonus", {}, "reward.kwargs.bonus"),
+        ("data_source, solution_str, ground_truth, extra_info, bonus=1", {"bonis": 2}, "did you mean bonus"),
+    ],
+)
+def test_arguments_that_do_not_fit(write, head, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        load_reward_function(write("return 1", head), kwargs)
+
+
+def test_function_with_any_keywords_fits(write):
+    assert load_reward_function(write("return kwargs['x']", "solution_str, **kwargs"), {"x": 5})("", "", "", {}) == 5
+
+
+@pytest.mark.parametrize("body", ["return None", "return 'good'", "return {}", "return float('nan')", "return 1 / 0",
+                                  "return {'score': None}", "return [1.0]"])  # fmt: skip
+def test_dry_run_finds_a_wrong_return(write, body):  # case H4
+    spec = write(body)
+    with pytest.raises(ValueError) as caught:
+        dry_run(load_reward_function(spec), PROMPT, spec)
+    assert spec in str(caught.value) and "row 4" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), torch.tensor(1.0), {"score": 1, "note": "x"}])
+def test_dry_run_accepts_numbers_and_dictionaries(value):
+    assert dry_run(lambda *args: value, PROMPT, "f") == 1.0
+
+
+def test_failed_answers_are_marked_and_the_others_scored():  # case H4, D2
+    def function(data_source, text, ground_truth, extra_info):
+        return {"raise": lambda: 1 / 0, "nan": lambda: math.nan, "ok": lambda: 0.5, "zero": lambda: 0.0}[text]()
+
+    rewards = score(function, ["ok", "raise", "nan", "zero"])
+    assert rewards.is_failed_mask.tolist() == [False, True, True, False]
+    assert rewards.scores[[0, 3]].tolist() == [0.5, 0.0] and rewards.mean == 0.25
+    assert len(rewards.failures) == 2
+    assert rewards.failures[0] == "row 4, answer 1: ZeroDivisionError: division by zero"
+
+
+def test_scores_are_finite_fp32_even_where_failed():
+    rewards = score(lambda *args: {"a": 1.0}.get(args[1]), ["a", "b"])
+    assert rewards.scores.dtype == torch.float32 and bool(rewards.scores.isfinite().all())
+
+
+def test_too_many_failures_end_the_job():  # case H3
+    function = {"a": 1.0, "b": None, "c": None}.get
+    with pytest.raises(RuntimeError, match=r"failed on 2 of 3 answers, .*max_failure_share=0.5"):
+        score(lambda *args: function(args[1]), ["a", "b", "c"])
+
+
+def test_failures_up_to_the_share_are_allowed():
+    rewards = score(lambda *args: {"a": 1.0}.get(args[1]), ["a", "b"], max_failure_share=0.5)
+    assert rewards.is_failed_mask.tolist() == [False, True]
+
+
+def test_further_numbers_are_averaged_over_the_answers_that_have_them():
+    results = {"a": {"score": 1, "accuracy": 1, "pred": "x"}, "b": {"score": 0, "accuracy": 0, "extra": 4}}
+    rewards = score(lambda *args: results[args[1]], ["a", "b"])
+    assert rewards.metrics == {"accuracy": 0.5, "extra": 4.0}
+
+
+def test_a_function_cannot_change_the_prompt(write):
+    function = load_reward_function(write("extra_info['index'] = 9; return 1.0"))
+    score(function, ["a"])
+    assert PROMPT.extra_info == {"index": 4}
