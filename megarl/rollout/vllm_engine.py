@@ -85,7 +85,7 @@ def build_vllm_engine(
     Raises:
         ValueError: a topology that vLLM cannot serve, or a model whose weights could not be updated.
     """
-    _check_topology(topology, dist.get_world_size())
+    check_topology(topology, dist.get_world_size())
     first_variables = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "HF_HUB_OFFLINE")}
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -262,7 +262,8 @@ def _import_model_class(model_path: str) -> None:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-def _check_topology(topology: Topology, world_size: int) -> None:
+def check_topology(topology: Topology, world_size: int) -> None:
+    """Raises ValueError when vLLM cannot serve this rollout role; needs no process group."""
     if topology.pp_size != 1:
         raise ValueError(f"parallel.rollout.pp={topology.pp_size}: vLLM engines here have no pipeline; use 1")
     if topology.ranks != tuple(range(world_size)):
