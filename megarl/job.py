@@ -112,8 +112,6 @@ def open_job(config: Config) -> Job:
             return None
         start = time.perf_counter()
         groups = build_groups(topologies[name], cache)
-        if groups is None:
-            return None
         learns = None
         if not isinstance(settings, RefConfig):
             num_updates = total_steps * count_updates(config, name)
@@ -136,7 +134,8 @@ def open_job(config: Config) -> Job:
             num_ids=data.num_ids,
             learns=learns,
         )
-        log.info("%s: %s, %s, built in %.1f s", name, groups.at, options.dtype, time.perf_counter() - start)
+        if role is not None:
+            log.info("%s: %s, %s, built in %.1f s", name, role.groups.at, role.dtype, time.perf_counter() - start)
         return role
 
     actor, critic, ref = (

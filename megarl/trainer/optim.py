@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -70,7 +71,10 @@ def wrap_for_training(model: PackedGPT, groups: RoleGroups) -> DistributedDataPa
 def build_optimizer(
     model: DistributedDataParallel, groups: RoleGroups, options: AdamOptions, dtype: torch.dtype
 ) -> ChainedOptimizer:
-    """Distributed Adam (AdamW), its fp32 masters taken from the weights as they are now: load weights first."""
+    """Distributed Adam (AdamW), its fp32 masters taken from the weights as they are now: load weights first.
+
+    A collective of the world: ranks outside the role call `attend_optimizer_build`.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=0.0,
@@ -85,6 +89,16 @@ def build_optimizer(
     )
     with device.megatron_build_scope():
         return get_megatron_optimizer(config, [model], use_gloo_process_groups=False, pg_collection=groups.collection)
+
+
+def attend_optimizer_build() -> None:
+    """What a rank outside the role does while `build_optimizer` runs inside it.
+
+    Megatron 0.16 compares its parameter groups over the whole world, not over the role: once for dense and once for
+    expert parameters. A rank without the role joins with none.
+    """
+    for _ in range(2):
+        dist.all_gather_object([None] * dist.get_world_size(), [])
 
 
 def reduce_gradients(model: DistributedDataParallel, groups: RoleGroups) -> None:

@@ -15,7 +15,7 @@ from megarl.models.layout import Family, ModelSpec, ParamLayout, plan_stage
 from megarl.models.packed_gpt import PackedGPT
 from megarl.models.registry import read_model_spec
 from megarl.parallel.groups import RoleGroups
-from megarl.trainer.optim import AdamOptions, LRSchedule, build_optimizer, wrap_for_training
+from megarl.trainer.optim import AdamOptions, LRSchedule, attend_optimizer_build, build_optimizer, wrap_for_training
 from megarl.weights.hf import HFFolder, check_folder, load_shard
 
 
@@ -62,7 +62,7 @@ class Role:
 
 def build_role(
     name: str,
-    groups: RoleGroups,
+    groups: RoleGroups | None,
     model_path: str,
     options: BuildOptions,
     *,
@@ -70,21 +70,28 @@ def build_role(
     max_sequences: int | None = None,
     num_ids: int | None = None,
     learns: tuple[AdamOptions, LRSchedule] | None = None,
-) -> Role:
-    """Builds this rank's part of a role and loads its weights; a collective of the role.
+) -> Role | None:
+    """Builds this rank's part of a role and loads its weights; a collective of the world.
 
     Args:
         name: for messages.
-        groups: this rank's place.
+        groups: this rank's place, None outside the role.
         model_path: a Hugging Face folder of a policy, or of a saved critic.
         options: dtype, kind of head, recomputation.
         max_tokens, max_sequences: bounds of a micro-batch.
         num_ids: ids of the tokenizer; None = as many as the table has rows.
         learns: Adam's options and the learning rate over time, for a role that is trained.
 
+    Returns:
+        The role, or None outside it.
+
     Raises:
         ValueError: the folder does not hold such a model, or the grid does not fit it.
     """
+    if groups is None:
+        if learns is not None:
+            attend_optimizer_build()
+        return None
     family, spec = read_model_spec(model_path)
     topology, at = groups.topology, groups.at
     layouts = tuple(plan_stage(family, spec, topology.tp_size, at.tp, topology.pp_size, at.pp, head=options.head))

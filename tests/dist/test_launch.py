@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,33 @@ RANK_MODULE = "tests.dist.failing_rank"
 LIMIT_S = 30
 
 
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_when_a_test_fails(tmp_path: Path) -> Iterator[None]:
+    """Ends by pid what this test started and its ranks told of; a pid that is another program now is left alone."""
+    yield
+    for process in STARTED:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    STARTED.clear()
+    for pid in [int(pid) for path in tmp_path.glob("*.pids") for pid in path.read_text().split()]:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if str(tmp_path) in command or command[:2] == ["sleep", "1000"]:
+                os.kill(pid, signal.SIGKILL)
+
+
 def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
     clean = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *command], env=clean, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
+    STARTED.append(process)
+    return process
 
 
 def start_local(how: str, folder: Path) -> subprocess.Popen[str]:

@@ -2,69 +2,81 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor
 
+from megarl import device
+from megarl.algo.objective import policy_objective, value_objective
+from megarl.models.build import BuildOptions
+from megarl.models.forward import compute_logprobs, compute_values
+from megarl.parallel.groups import GroupCache, build_groups
+from megarl.parallel.topology import plan_topology
+from megarl.trainer.annotate import annotate_logprobs, annotate_values
+from megarl.trainer.optim import AdamOptions, LRSchedule
+from megarl.trainer.roles import Role, build_role
+from megarl.trainer.update import Objective, update_role
+from megarl.weights.gather import gather_hf_tensors
 from tests.ranks import run_ranks
 from tests.tiny import build_batch, save_hf_model
+
+PROMPTS, RESPONSES = [3, 9, 5, 2, 7, 4, 6, 11], [8, 3, 0, 14, 5, 1, 9, 2]
+ADAM = AdamOptions(weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8, clip_grad=0.5)
+SCHEDULE = LRSchedule(1e-3, 0.0, 0, "constant", 1)
 
 
 @dataclass(frozen=True)
 class Grid:
+    """The actor's tp, pp, dp on the first ranks of the job; the critic's tp and pp on the same ranks."""
+
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    critic: tuple[int, int] = (1, 1)  # tp, pp
+    critic: tuple[int, int] = (1, 1)
     max_tokens: int = 4096
 
     @property
-    def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+    def ranks(self) -> list[int]:
+        return list(range(self.tp * self.pp * self.dp))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    stats: dict[str, float]
-    weights: dict[str, Tensor]
+    """What must agree: annotations, statistics of the updates, and every weight after them."""
+
     old_logprobs: Tensor
     values: Tensor
+    stats: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def run_one_step(rank: int, world_size: int, path: str, grid: Grid, family_dtype: str = "fp32") -> Outcome:
-    """Annotates a fixed batch, updates actor and critic once each, and returns everything that must agree."""
-    from megarl import device
-    from megarl.algo.objective import policy_objective, value_objective
-    from megarl.models.build import BuildOptions
-    from megarl.models.forward import compute_logprobs, compute_values
-    from megarl.parallel.groups import GroupCache, build_groups
-    from megarl.parallel.topology import plan_topology
-    from megarl.trainer.annotate import annotate_logprobs, annotate_values
-    from megarl.trainer.optim import AdamOptions, LRSchedule
-    from megarl.trainer.roles import build_role
-    from megarl.trainer.update import update_role
-    from megarl.weights.gather import gather_hf_tensors
-
+def run_cases(rank: int, world_size: int, cases: list[tuple[str, Grid]]) -> list[Outcome]:
+    """Every case one after the other in one job: starting ranks costs more than the steps."""
     cache = GroupCache(timeout_s=60)
-    adam = AdamOptions(weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8, clip_grad=0.5)
-    schedule = LRSchedule(1e-3, 0.0, 0, "constant", 1)
-    dtype = device.pick_dtype(family_dtype)
+    return [run_one_step(world_size, path, grid, cache) for path, grid in cases]
 
-    def role(name: str, tp: int, pp: int, head: str):
-        groups = build_groups(plan_topology(name, world_size, tp, pp), cache)
-        options = BuildOptions(dtype=dtype, head=head)
-        return build_role(name, groups, path, options, max_tokens=grid.max_tokens, learns=(adam, schedule))
 
-    actor, critic = role("actor", grid.tp, grid.pp, "policy"), role("critic", *grid.critic, "value")
-    for parameter in critic.model.parameters():  # a value head of zeros would hide the body's gradient
-        if tuple(parameter.shape) == (1, critic.spec.hidden_size):
-            parameter.data.copy_(torch.linspace(-0.2, 0.2, parameter.numel())[None])
-    critic.training.optimizer.reload_model_params()
+def open_role(name: str, world_size: int, path: str, grid: Grid, cache: GroupCache) -> Role | None:
+    is_critic = name == "critic"
+    tp, pp = grid.critic if is_critic else (grid.tp, grid.pp)
+    groups = build_groups(plan_topology(name, world_size, tp, pp, ranks=grid.ranks), cache)
+    options = BuildOptions(dtype=torch.float32, head="value" if is_critic else "policy")
+    role = build_role(name, groups, path, options, max_tokens=grid.max_tokens, learns=(ADAM, SCHEDULE))
+    if role is not None and is_critic:  # a value head of zeros would hide the body's gradient
+        for parameter in role.model.parameters():
+            if tuple(parameter.shape) == (1, role.spec.hidden_size):
+                parameter.data.copy_(torch.linspace(-0.2, 0.2, parameter.numel())[None])
+        assert role.training is not None
+        role.training.optimizer.reload_model_params()
+    return role
 
-    batch = build_batch([3, 9, 5, 2, 7, 4, 6, 11], [8, 3, 0, 14, 5, 1, 9, 2])
-    mask = batch.response_mask
+
+def run_one_step(world_size: int, path: str, grid: Grid, cache: GroupCache) -> Outcome:
+    actor = open_role("actor", world_size, path, grid, cache)
+    critic = open_role("critic", world_size, path, grid, cache)
+    batch = build_batch(PROMPTS, RESPONSES)
     generator = torch.Generator().manual_seed(7)
     old_logprobs = annotate_logprobs(actor, batch, temperature=0.7)
     values = annotate_values(critic, batch)
@@ -72,12 +84,11 @@ def run_one_step(rank: int, world_size: int, path: str, grid: Grid, family_dtype
     returns = torch.randn(batch.num_tokens, generator=generator)
     ref = old_logprobs - 0.3 * torch.rand(batch.num_tokens, generator=generator)
     noisy = old_logprobs + 0.4 * torch.randn(batch.num_tokens, generator=generator)  # so that some ratios clip
-    rows = list(range(batch.num_sequences))
+    outcome = Outcome(old_logprobs, values)
 
     def policy(hidden, micro, weights):
-        logprobs, entropy = compute_logprobs(
-            actor.model, hidden, micro, actor.groups, 0.7, actor.num_ids
-        )
+        assert actor is not None
+        logprobs, entropy = compute_logprobs(actor.model, hidden, micro, actor.groups, 0.7, actor.num_ids)
         pick = micro.token_index
         return policy_objective(
             logprobs, entropy, noisy[pick], advantages[pick], weights.loss[pick], weights.mask[pick],
@@ -85,48 +96,27 @@ def run_one_step(rank: int, world_size: int, path: str, grid: Grid, family_dtype
         )  # fmt: skip
 
     def value(hidden, micro, weights):
+        assert critic is not None
         predicted = compute_values(critic.model, hidden, micro, critic.groups)
         pick = micro.token_index
-        return value_objective(
-            predicted, values[pick], returns[pick], weights.loss[pick], weights.mask[pick], clip_range=0.5
-        )
+        old, goal = values[pick], returns[pick]
+        return value_objective(predicted, old, goal, weights.loss[pick], weights.mask[pick], clip_range=0.5)
 
-    done = update_role(actor, batch, mask, [rows], policy, "token-mean", 0)
-    done_critic = update_role(critic, batch, mask, [rows], value, "seq-mean-token-mean", 0)
-    weights: dict[str, Tensor] = {}
-    for one, head in ((actor, "policy"), (critic, "value")):
-        tensors = gather_hf_tensors(
-            one.family, one.spec, one.groups.topology, one.weights(), dtype, torch.device("cpu"), head
-        )
-        weights |= {f"{one.name}/{name}": tensor.clone() for name, tensor in tensors}
-    return Outcome({**done.stats, **done_critic.stats}, weights, old_logprobs, values)
+    def learn(role: Role | None, objective: Objective, mode: str, tp: int, pp: int, head: str, name: str) -> None:
+        if role is not None:
+            rows = list(range(batch.num_sequences))
+            outcome.stats.update(update_role(role, batch, batch.response_mask, [rows], objective, mode, 0).stats)
+        from megarl.models.registry import read_model_spec
 
+        family, spec = read_model_spec(path)
+        topology = plan_topology(name, world_size, tp, pp, ranks=grid.ranks)
+        weights = None if role is None else role.weights()
+        tensors = gather_hf_tensors(family, spec, topology, weights, torch.float32, device.device(), head)
+        outcome.weights.update({f"{name}/{key}": tensor.clone() for key, tensor in tensors})
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        "tied": save_hf_model(folder / "tied", "llama", tie_word_embeddings=True),
-        "untied": save_hf_model(folder / "untied", "qwen2", tie_word_embeddings=False),
-        "norms": save_hf_model(folder / "norms", "qwen3", tie_word_embeddings=True),
-    }
-
-
-@pytest.fixture(scope="module")
-def oracles(models) -> dict[str, Outcome]:
-    return {name: run_ranks(run_one_step, 1, path, Grid())[0] for name, path in models.items()}
-
-
-def assert_same(outcome: Outcome, oracle: Outcome, mask: Tensor) -> None:
-    torch.testing.assert_close(outcome.old_logprobs[mask], oracle.old_logprobs[mask], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(outcome.values[mask], oracle.values[mask], rtol=1e-4, atol=1e-5)
-    assert outcome.stats.keys() == oracle.stats.keys()
-    for name, value in oracle.stats.items():
-        assert outcome.stats[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-    assert outcome.weights.keys() == oracle.weights.keys()
-    for name, expected in oracle.weights.items():
-        difference = (outcome.weights[name] - expected).norm() / expected.norm()
-        assert difference < 1e-4, f"{name} differs by {difference:.2e}"
+    learn(actor, policy, "token-mean", grid.tp, grid.pp, "policy", "actor")
+    learn(critic, value, "seq-mean-token-mean", *grid.critic, "value", "critic")
+    return outcome
 
 
 CASES = [
@@ -134,13 +124,53 @@ CASES = [
     ("tied", Grid(dp=2, max_tokens=40, critic=(2, 1))),
     ("tied", Grid(tp=2, critic=(1, 2), max_tokens=40)),
     ("tied", Grid(pp=2, critic=(1, 1), max_tokens=40)),
+    ("tied", Grid(pp=4, critic=(2, 2), max_tokens=25)),
     ("untied", Grid(tp=2, pp=2, critic=(1, 1), max_tokens=40)),
     ("norms", Grid(tp=2, pp=2, critic=(2, 1), max_tokens=40)),
+    ("norms", Grid(tp=2, dp=2, critic=(1, 4), max_tokens=30)),
 ]
 
 
-@pytest.mark.parametrize(("model", "grid"), CASES, ids=lambda value: str(value))
-def test_one_step_equals_one_rank(models, oracles, model: str, grid: Grid) -> None:
-    mask = build_batch([3, 9, 5, 2, 7, 4, 6, 11], [8, 3, 0, 14, 5, 1, 9, 2]).response_mask
-    for outcome in run_ranks(run_one_step, grid.world_size, models[model], grid):
-        assert_same(outcome, oracles[model], mask)
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[tuple[str, Grid], list[Outcome]]:
+    """(model, grid) -> outcome on every rank of a job of four."""
+    folder = tmp_path_factory.mktemp("models")
+    paths = {
+        "tied": save_hf_model(folder / "tied", "llama", tie_word_embeddings=True),
+        "untied": save_hf_model(folder / "untied", "qwen2", tie_word_embeddings=False),
+        "norms": save_hf_model(folder / "norms", "qwen3", tie_word_embeddings=True),
+    }
+    cases = [*((name, Grid()) for name in paths), *CASES]
+    by_rank = run_ranks(run_cases, 4, [(paths[name], grid) for name, grid in cases], timeout_s=240)
+    return {case: [outcomes[i] for outcomes in by_rank] for i, case in enumerate(cases)}
+
+
+@pytest.mark.parametrize(("model", "grid"), CASES, ids=str)
+def test_one_step_equals_one_rank(outcomes, model: str, grid: Grid) -> None:
+    mask = build_batch(PROMPTS, RESPONSES).response_mask
+    oracle = outcomes[model, Grid()][0]
+    for rank, outcome in enumerate(outcomes[model, grid]):
+        torch.testing.assert_close(outcome.old_logprobs[mask], oracle.old_logprobs[mask], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outcome.values[mask], oracle.values[mask], rtol=1e-4, atol=1e-5)
+        assert outcome.stats.keys() == (oracle.stats.keys() if rank in grid.ranks else set())
+        for name, value in outcome.stats.items():
+            assert value == pytest.approx(oracle.stats[name], rel=1e-4, abs=1e-6), name
+        assert outcome.weights.keys() == oracle.weights.keys()
+        for name, expected in oracle.weights.items():
+            difference = (outcome.weights[name] - expected).norm() / expected.norm()
+            assert difference < 1e-4, f"{name} differs by {difference:.2e}"
+
+
+def test_the_step_moves_every_weight(outcomes, tmp_path) -> None:
+    """Without this the comparison could hold for an update that does nothing."""
+    from megarl.models.registry import read_model_spec
+    from megarl.weights.hf import HFFolder
+
+    path = save_hf_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    family, _ = read_model_spec(path)
+    source = HFFolder(path, family)
+    for name, moved in outcomes["tied", Grid()][0].weights.items():
+        role, _, tensor = name.partition("/")
+        if tensor in source.files:
+            before = source.read(tensor, 0, 0, source.shape(tensor)[0])
+            assert (moved - before).abs().max() > 1e-4, f"{role}: {tensor} did not move"

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"device", "records", "obs", "trainer", "rollout", "reward", "weights", "config"},
 }
 # The program itself, above all parts.
-TOP = {"train", "job", "plan", "validation", "cli", "__main__", "__init__"}
+TOP = {"train", "job", "plan", "validation", "report", "cli", "__main__", "__init__"}
 
 # name -> the only files that may name it in code
 DOORS: dict[str, set[str]] = {
