@@ -93,11 +93,12 @@ def build_vllm_engine(
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton is no news
     identity = _agree_on_identity()
-    where: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": can_sleep}
+    options: dict[str, Any] = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": can_sleep}
     if not device.has_gpu():
-        where = {"kv_cache_memory_bytes": int(kv_cache_gib * 2**30), "block_size": CPU_BLOCK_TOKENS}
+        options = {"kv_cache_memory_bytes": int(kv_cache_gib * 2**30), "block_size": CPU_BLOCK_TOKENS}
+    options["dtype"] = str(dtype).removeprefix("torch.")
     if vocab_limit is not None:
-        where |= {
+        options |= {
             "logits_processors": [_vocab_limit_processor()],
             "additional_config": {"megarl_vocab_limit": vocab_limit},
         }
@@ -112,7 +113,6 @@ def build_vllm_engine(
             model=model_path,
             tensor_parallel_size=topology.tp_size,
             distributed_executor_backend=_executor_class(identity, rank),
-            dtype=str(dtype).removeprefix("torch."),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             enforce_eager=enforce_eager,
@@ -122,10 +122,11 @@ def build_vllm_engine(
             generation_config="vllm",  # what the folder says about sampling is not asked
             logprobs_mode="processed_logprobs",  # at the sampling temperature, after top-k and top-p
             enable_prefix_caching=True,
-            **where,
+            **options,
         )
     # vLLM's own clean-up would run when the engine is collected, and destroy the trainer's process group with its own
-    llm.llm_engine.engine_core._finalizer.detach()
+    core: Any = llm.llm_engine.engine_core
+    core._finalizer.detach()
     for name, value in first_variables.items():
         os.environ.pop(name, None)
         if value is not None:
@@ -144,8 +145,8 @@ class VLLMEngine:
     """Holds this rank's `vllm.LLM`. Built by `build_vllm_engine`; what the methods do is told in `engine.py`."""
 
     def __init__(self, llm: Any, model: nn.Module, max_model_len: int, is_eager: bool, can_sleep: bool) -> None:
-        self._llm = llm
-        self._model = model
+        self._llm: Any = llm
+        self._model: Any = model
         self._max_model_len = max_model_len
         self._is_eager = is_eager
         self._can_sleep = can_sleep

@@ -21,6 +21,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,11 +110,12 @@ def pack_(model: nn.Module) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     head = getattr(model, "lm_head", None)
-    for module in model.modules():
-        if not hasattr(module, "cpu_linear"):
-            continue
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "cpu_linear")]
+    for module in modules:
         if isinstance(module, VocabParallelEmbedding) and module is not head:
-            module.cpu_linear = nn.functional.linear  # only looked up, never multiplied: frees vLLM's packed copy
+            vars(module)["cpu_linear"] = (
+                nn.functional.linear
+            )  # only looked up, never multiplied: frees vLLM's packed copy
         else:
             utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
@@ -125,7 +127,8 @@ def model_dtype(model: nn.Module) -> torch.dtype:
 
 def is_tied(model: nn.Module) -> bool:
     """True when the head shares the embedding's parameter."""
-    return bool(model.config.tie_word_embeddings)
+    config: Any = model.config
+    return bool(config.tie_word_embeddings)
 
 
 def hf_names(model: nn.Module) -> set[str]:

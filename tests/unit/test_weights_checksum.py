@@ -26,8 +26,14 @@ def test_tensors_larger_than_a_chunk_add_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "change",
-    [lambda w: w.flip(0), lambda w: w.roll(1, 1), lambda w: w.nextafter(w + 1), lambda w: w.T.contiguous(), lambda w: -w],
-)  # fmt: skip
+    [
+        lambda w: w.flip(0),
+        lambda w: w.roll(1, 1),
+        lambda w: w.nextafter(w + 1),
+        lambda w: w.T.contiguous(),
+        lambda w: -w,
+    ],
+)
 def test_order_and_every_bit_count(change) -> None:
     weight = torch.randn(16, 16)
     assert compute_checksum(change(weight)) != compute_checksum(weight)
