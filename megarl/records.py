@@ -103,6 +103,15 @@ class PackedBatch:
         """[B] int64: tokens of each sequence."""
         return self.cu_seqlens.diff()
 
+    @property
+    def prefix_lengths(self) -> Tensor:
+        """[B] int64: tokens before the first policy token; the whole sequence where there is none."""
+        lengths = self.lengths
+        position = torch.arange(self.num_tokens) - self.cu_seqlens[:-1].repeat_interleave(lengths)
+        sequence = torch.arange(self.num_sequences).repeat_interleave(lengths)
+        first = torch.where(self.response_mask, position, self.num_tokens)
+        return lengths.scatter_reduce(0, sequence, first, "amin")
+
     def token_rows(self, rows: Sequence[int]) -> Tensor:
         """[T'] int64: the packed positions of the sequences `rows`, in the order given."""
         bounds = self.cu_seqlens.tolist()

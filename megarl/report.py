@@ -13,6 +13,7 @@ from megarl import device
 from megarl.config.load import dump_config
 from megarl.config.schema import Config
 from megarl.job import Job, uses_critic
+from megarl.models.layout import HeadKind
 from megarl.obs.dump import write_rollouts
 from megarl.obs.metrics import MetricsLogger, PhaseTimer
 from megarl.obs.report import PhaseCost, SampleAnswer, print_samples, print_summary
@@ -129,7 +130,8 @@ class RunReport:
         is_due = trainer.save_freq > 0 and step % trainer.save_freq == 0
         if not (is_due or (is_last and trainer.save_hf_at_end)):
             return
-        for name, head in (("actor", "policy"), ("critic", "value")):
+        heads: dict[str, HeadKind] = {"actor": "policy", "critic": "value"}
+        for name, head in heads.items():
             if name == "critic" and not uses_critic(self._config):
                 continue
             export_role(job, name, head, self.run_dir / "hf" / f"step_{step}" / name)
@@ -160,7 +162,7 @@ class RunReport:
             plot_run(self.run_dir / "metrics.jsonl", self.run_dir / "progress.png", title)
 
 
-def export_role(job: Job, name: str, head: str, out: Path) -> None:
+def export_role(job: Job, name: str, head: HeadKind, out: Path) -> None:
     """Writes one role as a Hugging Face folder; a collective of the world."""
     from megarl.models.registry import read_model_spec
 

@@ -4,6 +4,9 @@ The only place that knows Megatron's `TransformerConfig`. With Transformer Engin
 the torch layers of `layers.py`; which one is chosen once and said in the log.
 """
 
+# We fill specs as Megatron does; the annotations of its spec classes do not allow what they document.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools
@@ -31,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megarl import device
-from megarl.models.layers import RMSNorm, SegmentAttention
+from megarl.models.layers import RMSNorm, SegmentAttention, SwiGLU
 from megarl.models.layout import HeadKind, ModelSpec
 from megarl.models.packed_gpt import PackedGPT, ValueHead
 from megarl.models.rope import Rope, compute_frequencies
@@ -96,6 +99,7 @@ def build_config(spec: ModelSpec, groups: RoleGroups, options: BuildOptions, rop
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
+        use_te_activation_func=not uses_transformer_engine(),  # "the spec names the activation": ours is SwiGLU
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -126,7 +130,8 @@ def build_block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmod
         ),
     )
     mlp = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        module=MLP,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
     )
     layer = ModuleSpec(
         module=TransformerLayer,

@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megarl.models.segments import PackedSegments, attend
+from megarl.ops.norm import rms_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -31,9 +32,19 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> the same shape and dtype."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+
+class SwiGLU(torch.nn.Module):
+    """silu(gate) * up (Shazeer 2020), without the extra passes of Megatron's unfused form."""
+
+    def __init__(self, config: Any, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 2 * I], gate then up -> [..., I]."""
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
 
 
 class SegmentAttention(torch.nn.Module):

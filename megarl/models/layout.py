@@ -171,7 +171,7 @@ def check_tp(spec: ModelSpec, tp_size: int) -> None:
     """Raises ValueError when this model cannot be cut over `tp_size` ranks."""
     if tp_size > spec.num_kv_heads:
         raise ValueError(
-            f"tp={tp_size} is more than the model's {spec.num_kv_heads} key-value heads; use {spec.num_kv_heads} or less"
+            f"tp={tp_size} is more than the model's {spec.num_kv_heads} key-value heads; use at most that many"
         )
     for what, count in (
         ("key-value heads", spec.num_kv_heads),

@@ -50,11 +50,13 @@ class PackedGPT(GPTModel):
 
     def head_weight(self) -> Tensor:
         """[Vp, H]: this rank's rows of the output projection, the embedding's where the two are tied."""
-        return (
+        weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
-            else (self.output_layer.weight)
+            else self.output_layer.weight
         )
+        assert weight is not None, "this stage has no head"
+        return weight
 
 
 class ValueHead(torch.nn.Module):

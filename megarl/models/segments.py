@@ -1,10 +1,17 @@
 """Packed sequences inside the model: attention of each segment to itself only, without padding outside of it.
 
-`plan_segments` looks once per micro-batch at the segment lengths and decides how attention batches them: segments of
-like length are laid side by side in a [b, L] block, attention runs causally in each block, and only real tokens are
-read back. Fill-up positions come after the real ones, so causality alone keeps them from being seen.
+`plan_segments` looks once per micro-batch at the sequences and decides how attention batches them: those of like
+length are laid side by side in a [b, L] block, attention runs causally in each block, and only real tokens are read
+back. Fill-up cells come after the real ones, so causality alone keeps them from being seen.
 
     lengths 5 4 12 11   ->   block [2, 12] for 12 11,   block [2, 5] for 5 4
+
+Answers to one prompt share its tokens: the packed tensor holds the prompt once, and only attention lays it out again
+for each answer. Everything else of the model, most of the work, runs on each distinct token once:
+
+    packed    p p p p a a b b b      two answers to one prompt
+    block     p p p p a a .          one row an answer; results are read back where the row is the token's own
+              p p p p b b b
 """
 
 from __future__ import annotations
@@ -48,40 +55,52 @@ class PackedSegments(PackedSeqParams):
     blocks: tuple[Block, ...] = field(default=())
 
 
-def plan_segments(lengths: Sequence[int], device: torch.device) -> tuple[Block, ...]:
-    """Groups segments into blocks of like length (at least half of the block's longest).
+@dataclass(frozen=True)
+class Span:
+    """One sequence as attention sees it: `prefix` (packed positions it shares with a sequence that came before, may be
+    empty), then `own` (packed positions that only it holds). Attention gives results for `own`."""
+
+    prefix: range
+    own: range
+
+    @property
+    def length(self) -> int:
+        return len(self.prefix) + len(self.own)
+
+
+def plan_segments(spans: Sequence[Span], num_tokens: int, device: torch.device) -> tuple[Block, ...]:
+    """Groups sequences into blocks of like length (at least half of the block's longest).
 
     Args:
-        lengths: tokens of each segment, in packed order; zero-length segments are allowed and ignored.
+        spans: every packed position lies in exactly one `own`; spans without `own` are ignored.
+        num_tokens: packed positions.
     """
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: (-lengths[row], row))
+    order = sorted((span for span in spans if span.own), key=lambda span: (-span.length, span.own.start))
     blocks: list[Block] = []
     begin = 0
     while begin < len(order):
-        longest = lengths[order[begin]]
+        longest = order[begin].length
         end = begin
-        while end < len(order) and (longest <= SHORT or 2 * lengths[order[end]] >= longest):
+        while end < len(order) and (longest <= SHORT or 2 * order[end].length >= longest):
             end += 1
-        blocks.append(_build_block(sorted(order[begin:end]), lengths, starts, longest, device))
+        blocks.append(_build_block(sorted(order[begin:end], key=lambda span: span.own.start), num_tokens, device))
         begin = end
     return tuple(blocks)
 
 
-def _build_block(
-    rows: list[int], lengths: Sequence[int], starts: list[int], longest: int, device: torch.device
-) -> Block:
-    if len(rows) * longest == starts[-1]:  # every token, in order, without fill-up
-        return Block(len(rows), longest, None, None, None)
-    start = torch.tensor([starts[row] for row in rows])
-    length = torch.tensor([lengths[row] for row in rows])
+def _build_block(spans: list[Span], num_tokens: int, device: torch.device) -> Block:
+    longest = max(span.length for span in spans)
+    if len(spans) * longest == num_tokens and not any(span.prefix for span in spans):
+        return Block(len(spans), longest, None, None, None)  # every token, in order, without fill-up
+    prefix = torch.tensor([len(span.prefix) for span in spans])[:, None]
+    length = torch.tensor([span.length for span in spans])[:, None]
+    prefix_start = torch.tensor([span.prefix.start for span in spans])[:, None]
+    own_start = torch.tensor([span.own.start for span in spans])[:, None]
     column = torch.arange(longest)
-    is_real = column < length[:, None]
-    index = torch.where(is_real, start[:, None] + column, start[:, None])
-    cells = is_real.flatten().nonzero().flatten()
-    return Block(len(rows), longest, index.flatten().to(device), cells.to(device), index.flatten()[cells].to(device))
+    index = torch.where(column < prefix, prefix_start + column, own_start + column - prefix)
+    index = torch.where(column < length, index, own_start).flatten()
+    cells = ((column >= prefix) & (column < length)).flatten().nonzero().flatten()
+    return Block(len(spans), longest, index.to(device), cells.to(device), index[cells].to(device))
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float) -> Tensor:

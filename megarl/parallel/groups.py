@@ -29,7 +29,7 @@ class GroupCache:
             made = dist.new_group(
                 list(ranks), timeout=datetime.timedelta(seconds=self.timeout_s), use_local_synchronization=False
             )
-            self.groups[purpose, ranks] = made if dist.get_rank() in ranks else None
+            self.groups[purpose, ranks] = made if isinstance(made, dist.ProcessGroup) else None
         return self.groups[purpose, ranks]
 
 

@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 
 from megarl import device
-from megarl.models.forward import (
-    MicroBatch,
-    build_micro_batch,
-    compute_logprobs,
-    compute_values,
-    hidden_shape,
-    run_stage,
-)
-from megarl.parallel.partition import plan_dp_micro_batches
+from megarl.models.forward import compute_logprobs, compute_values, hidden_shape, run_stage
+from megarl.models.micro_batch import MicroBatch, build_micro_batch, plan_replicas
 from megarl.parallel.pipeline import run_pipeline
 from megarl.parallel.schedule import plan_forward_only
 from megarl.parallel.transfer import share_token_scores
@@ -64,7 +57,8 @@ def _annotate(role: Role | None, batch: PackedBatch, score: Score) -> Tensor:
 def _run_forward(role: Role, batch: PackedBatch, score: Score) -> tuple[list[Tensor], list[Tensor]]:
     """Scores and their packed positions by micro-batch; empty except on the last stage."""
     topology, at = role.groups.topology, role.groups.at
-    plans = plan_dp_micro_batches(batch.lengths.tolist(), topology.dp_size, role.max_tokens, role.max_sequences)
+    everything = range(batch.num_sequences)
+    plans = plan_replicas(batch, everything, topology.dp_size, role.max_tokens, role.max_sequences)
     micros = [build_micro_batch(batch, rows, topology.tp_size) for rows in plans[at.dp]]
     scores: list[Tensor] = []
     indices: list[Tensor] = []

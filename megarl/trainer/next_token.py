@@ -10,7 +10,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megarl import device
-from megarl.models.forward import build_micro_batch, hidden_shape, run_stage, unwrap
+from megarl.models.forward import hidden_shape, run_stage, unwrap
+from megarl.models.micro_batch import build_micro_batch
 from megarl.parallel.partition import plan_micro_batches
 from megarl.parallel.pipeline import run_pipeline
 from megarl.parallel.schedule import plan_forward_only

@@ -88,7 +88,11 @@ def build_optimizer(
         use_distributed_optimizer=True,
     )
     with device.megatron_build_scope():
-        return get_megatron_optimizer(config, [model], use_gloo_process_groups=False, pg_collection=groups.collection)
+        optimizer = get_megatron_optimizer(
+            config, [model], use_gloo_process_groups=False, pg_collection=groups.collection
+        )
+    assert isinstance(optimizer, ChainedOptimizer), f"Megatron built a {type(optimizer).__name__}"
+    return optimizer
 
 
 def attend_optimizer_build() -> None:
@@ -115,7 +119,7 @@ def apply_step(optimizer: ChainedOptimizer, lr: float, options: AdamOptions) -> 
         if not math.isfinite(grad_norm):
             return StepResult(grad_norm, was_applied=False)
         for part in optimizer.chained_optimizers:
-            parameters = part.get_parameters()
+            parameters: list[torch.Tensor] = list(part.get_parameters())
             if parameters and options.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=options.clip_grad, total_norm=grad_norm)
         for group in optimizer.param_groups:

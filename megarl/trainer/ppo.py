@@ -19,7 +19,8 @@ from megarl.algo.kl import compute_kl, next_kl_coef, subtract_kl
 from megarl.algo.objective import policy_objective, value_objective
 from megarl.algo.segments import mask_sequences
 from megarl.config.schema import ActorConfig, AdvEstimator, AlgorithmConfig, CriticConfig, KLController
-from megarl.models.forward import MicroBatch, compute_logprobs, compute_values
+from megarl.models.forward import compute_logprobs, compute_values
+from megarl.models.micro_batch import MicroBatch
 from megarl.records import PackedBatch, Scores
 from megarl.trainer.roles import Role
 from megarl.trainer.update import Objective, TokenWeights

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megarl import device
 from megarl.algo.reduce import AggregationMode, compute_token_weights
-from megarl.models.forward import MicroBatch, build_micro_batch, hidden_shape, run_stage
-from megarl.parallel.partition import plan_dp_micro_batches
+from megarl.models.forward import hidden_shape, run_stage
+from megarl.models.micro_batch import MicroBatch, build_micro_batch, plan_replicas
 from megarl.parallel.pipeline import run_pipeline
 from megarl.parallel.schedule import plan_1f1b
 from megarl.records import PackedBatch
@@ -109,9 +109,8 @@ def compute_gradients(
     assert role.training is not None
     model = role.training.model
     topology, at = role.groups.topology, role.groups.at
-    lengths = batch.lengths[torch.as_tensor(list(rows), dtype=torch.int64)].tolist()
-    plans = plan_dp_micro_batches(lengths, topology.dp_size, role.max_tokens, role.max_sequences)
-    micros = [build_micro_batch(batch, [rows[i] for i in part], topology.tp_size) for part in plans[at.dp]]
+    plans = plan_replicas(batch, rows, topology.dp_size, role.max_tokens, role.max_sequences)
+    micros = [build_micro_batch(batch, part, topology.tp_size) for part in plans[at.dp]]
     totals: dict[str, float] = {}
 
     def forward(m: int, received: Tensor | None) -> Tensor:

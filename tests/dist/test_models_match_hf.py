@@ -12,6 +12,7 @@ from torch import Tensor
 from megarl import device
 from megarl.models import forward as stages
 from megarl.models.build import BuildOptions
+from megarl.models.micro_batch import build_micro_batch
 from megarl.parallel.groups import GroupCache, build_groups
 from megarl.parallel.pipeline import run_pipeline
 from megarl.parallel.schedule import plan_forward_only
@@ -60,7 +61,7 @@ def run_case(world_size: int, path: str, tp: int, pp: int, vocab_size: int, cach
     batch = long_batch(vocab_size)
     own, index = [torch.zeros(0), torch.zeros(0)], torch.zeros(0, dtype=torch.int64)
     if role is not None:
-        micro = stages.build_micro_batch(batch, range(batch.num_sequences), tp)
+        micro = build_micro_batch(batch, range(batch.num_sequences), tp)
 
         def forward(m: int, received: Tensor | None) -> Tensor:
             nonlocal own, index

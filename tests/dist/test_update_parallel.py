@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from megarl import device
+from megarl.algo.reduce import AggregationMode
 from megarl.algo.objective import policy_objective, value_objective
 from megarl.models.build import BuildOptions
+from megarl.models.layout import HeadKind
 from megarl.models.forward import compute_logprobs, compute_values
 from megarl.parallel.groups import GroupCache, build_groups
 from megarl.parallel.topology import plan_topology
@@ -102,20 +104,21 @@ def run_one_step(world_size: int, path: str, grid: Grid, cache: GroupCache) -> O
         old, goal = values[pick], returns[pick]
         return value_objective(predicted, old, goal, weights.loss[pick], weights.mask[pick], clip_range=0.5)
 
-    def learn(role: Role | None, objective: Objective, mode: str, tp: int, pp: int, head: str, name: str) -> None:
+    def learn(role: Role | None, objective: Objective, mode: AggregationMode, head: HeadKind, name: str) -> None:
         if role is not None:
             rows = list(range(batch.num_sequences))
             outcome.stats.update(update_role(role, batch, batch.response_mask, [rows], objective, mode, 0).stats)
         from megarl.models.registry import read_model_spec
 
         family, spec = read_model_spec(path)
+        tp, pp = grid.critic if head == "value" else (grid.tp, grid.pp)
         topology = plan_topology(name, world_size, tp, pp, ranks=grid.ranks)
         weights = None if role is None else role.weights()
         tensors = gather_hf_tensors(family, spec, topology, weights, torch.float32, device.device(), head)
         outcome.weights.update({f"{name}/{key}": tensor.clone() for key, tensor in tensors})
 
-    learn(actor, policy, "token-mean", grid.tp, grid.pp, "policy", "actor")
-    learn(critic, value, "seq-mean-token-mean", *grid.critic, "value", "critic")
+    learn(actor, policy, "token-mean", "policy", "actor")
+    learn(critic, value, "seq-mean-token-mean", "value", "critic")
     return outcome
 
 
