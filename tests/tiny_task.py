@@ -1,6 +1,6 @@
 """A whole tiny job on disk: model, tokenizer, data and a reward function, and the command that trains it.
 
-The task: the answer should be made of the word `d`. A random model says it once in 24 words; it is learned in a few
+The task: the answer should be made of the word `d`. A random model says it once in 25 words; it is learned in a few
 steps, so a run shows that rewards, advantages, gradients and the weight transfer have the right sign and place.
 """
 
@@ -36,7 +36,7 @@ def write_job(folder: Path, family: str = "llama", **changes: Any) -> list[str]:
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    save_hf_model(folder / "model", family, **{"num_hidden_layers": 2, "vocab_size": len(WORDS), **changes})
+    save_hf_model(folder / "model", family, **{"num_hidden_layers": 2, "vocab_size": len(WORDS) + 8, **changes})
     inner = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     inner.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="</s>")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.tiny_task import WORDS, read_metrics, run_megarl, write_job
+from tests.tiny_task import read_metrics, run_megarl, write_job
 
 GRIDS = [
     "trainer.n_gpus_per_node=4",
@@ -34,7 +35,7 @@ def trained(tmp_path_factory) -> tuple[Path, str]:
         "rollout.temperature=0.7",
         "actor.ppo_mini_batch_size=4",
         "actor.ppo_epochs=2",
-        "actor.optim.lr=3e-3",
+        "actor.optim.lr=5e-4",
         "actor.optim.lr_warmup_steps=2",
         "actor.entropy_coeff=0.001",
         "actor.use_kl_loss=true",
@@ -65,9 +66,9 @@ def test_sampler_and_trainer_agree_on_every_token(trained) -> None:
 
 
 def test_old_and_new_logprobs_agree_before_the_first_step(trained) -> None:
-    """Four optimizer steps in each training step: the mean KL to the old policy is small but not zero."""
+    """Four optimizer steps in each training step: the mean KL to the old policy is small, and not zero."""
     kl = [row["actor/ppo_kl"] for row in read_metrics(trained[0])[2:]]
-    assert all(0 < abs(value) < 0.2 for value in kl)
+    assert all(0 < abs(value) < 0.1 for value in kl), kl
 
 
 def test_the_adaptive_coefficient_follows_the_kl(trained) -> None:
@@ -86,12 +87,12 @@ def test_the_line_a_user_sees(trained) -> None:
 def test_rollouts_are_dumped_whole(trained) -> None:
     lines = (trained[0] / "run" / "rollouts" / "step_000002.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
+    tokenizer = AutoTokenizer.from_pretrained(trained[0] / "model")
     assert len(rows) == 8 * 4
     assert {row["weights_version"] for row in rows} == {0}, "step 1 was the critic's: no new weights before step 2"
     for row in rows:
         assert len(row["advantages"]) == len(row["token_ids"]) == len(row["rollout_logprobs"]) <= 8
-        words = [WORDS[token] for token in row["token_ids"] if token > 2]
-        assert row["response"].split() == words
+        assert row["response"] == tokenizer.decode(row["token_ids"], skip_special_tokens=True)
 
 
 def test_picture_tensorboard_and_configuration_are_there(trained) -> None:
@@ -103,8 +104,6 @@ def test_picture_tensorboard_and_configuration_are_there(trained) -> None:
 
 def test_the_exported_actor_is_the_trained_one(trained) -> None:
     """transformers gives the answers of the last step's dump the log-probs that the next policy would: not the old."""
-    from transformers import AutoModelForCausalLM
-
     run = trained[0] / "run"
     model = AutoModelForCausalLM.from_pretrained(run / "hf" / f"step_{STEPS}" / "actor")
     before = AutoModelForCausalLM.from_pretrained(trained[0] / "model")
@@ -198,8 +197,12 @@ def test_dry_run_prints_the_plan(tmp_path) -> None:
 def test_a_reward_that_fails_too_often_ends_the_job(tmp_path) -> None:
     words = write_job(tmp_path)
     (tmp_path / "reward.py").write_text(
+        "calls = []\n"
         "def share_of_d(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    if solution_str:\n        raise KeyError('no such label')\n    return 0.0\n"
+        "    calls.append(solution_str)\n"
+        "    if len(calls) > 1:\n"  # the dry run before any model passes
+        "        raise KeyError('no such label')\n"
+        "    return 0.0\n"
     )
     done = run_megarl([*words, "rollout.name=naive", "rollout.n=2", "trainer.val_before_train=false"])
     assert done.returncode not in (0, 2)

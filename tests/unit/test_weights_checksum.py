@@ -44,3 +44,7 @@ def test_recording_passes_tensors_on_and_notes_them_in_the_receivers_dtype() -> 
     passed = dict(record_checksums([("w", weight)], torch.bfloat16, noted))
     assert passed["w"] is weight
     assert noted == {"w": compute_checksum(weight.bfloat16())}
+
+
+def test_a_slice_without_rows_adds_nothing() -> None:
+    assert compute_checksum(torch.zeros(0, 4), row_start=3) == 0
