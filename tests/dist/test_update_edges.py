@@ -1,0 +1,91 @@
+"""Updates with nothing to learn on one replica or on all, and gradients that are not finite on one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algo.objective import policy_objective
+from megarl.models.build import BuildOptions
+from megarl.models.forward import compute_logprobs
+from megarl.parallel.groups import GroupCache, build_groups
+from megarl.parallel.topology import plan_topology
+from megarl.trainer.optim import AdamOptions, LRSchedule, apply_step
+from megarl.trainer.roles import Role, build_role
+from megarl.trainer.update import compute_gradients, update_role, weigh_tokens
+from tests.ranks import run_ranks
+from tests.tiny import build_batch, save_hf_model
+
+ADAM, SCHEDULE = AdamOptions(0.0, (0.9, 0.99), 1e-8, 1.0), LRSchedule(1e-3, 0.0, 0, "constant", 1)
+
+
+def snapshot(role: Role) -> list[Tensor]:
+    return [tensor.clone() for tensor in role.weights().values()]
+
+
+def has_moved(role: Role, before: list[Tensor]) -> bool:
+    return any(not torch.equal(new, old) for new, old in zip(role.weights().values(), before, strict=True))
+
+
+def run(rank: int, world_size: int, path: str) -> dict[str, object]:
+    """Two data-parallel replicas, one rank each; what happened in each case, on this rank."""
+    groups = build_groups(plan_topology("actor", world_size), GroupCache(60))
+    role = build_role("actor", groups, path, BuildOptions(torch.float32), max_tokens=64, learns=(ADAM, SCHEDULE))
+    assert role is not None and role.training is not None
+    batch = build_batch([3, 4, 5, 6], [5, 0, 7, 2])
+    zeros = torch.zeros(batch.num_tokens)
+
+    def objective(hidden, micro, weights):
+        logprobs, entropy = compute_logprobs(role.model, hidden, micro, role.groups, 1.0, role.num_ids)
+        pick = micro.token_index
+        return policy_objective(
+            logprobs, entropy, logprobs.detach(), 1.0 + zeros[pick], weights.loss[pick], weights.mask[pick],
+            clip_low=0.2, clip_high=0.2, clip_c=3.0,
+        )  # fmt: skip
+
+    seen: dict[str, object] = {}
+    rows = [0, 1, 2, 3]
+    before = snapshot(role)
+    nothing = torch.zeros_like(batch.response_mask)
+    done = update_role(role, batch, nothing, [rows], objective, "token-mean", 0)
+    seen["all masked"] = done.stats["actor/grad_norm"], done.num_skipped, has_moved(role, before)
+
+    one = nothing.clone()
+    one[batch.token_rows([2])] = batch.response_mask[batch.token_rows([2])]
+    done = update_role(role, batch, one, [rows], objective, "token-mean", 0)
+    seen["one sequence"] = done.stats["actor/grad_norm"], done.num_skipped, has_moved(role, before)
+
+    before = snapshot(role)
+    compute_gradients(role, batch, rows, objective, weigh_tokens(batch, batch.response_mask, rows, "token-mean"))
+    if rank == 1:
+        role.training.model.buffers[0].grad_data[-1] = torch.nan
+    result = apply_step(role.training.optimizer, 1e-3, ADAM)
+    seen["nan on rank 1"] = result.was_applied, has_moved(role, before)
+
+    done = update_role(role, batch, batch.response_mask, [[1]], objective, "token-mean", 0)
+    seen["an empty answer alone"] = done.stats["actor/grad_norm"], done.num_skipped
+    done = update_role(role, batch, batch.response_mask, [rows], objective, "token-mean", 0)
+    seen["afterwards"] = done.num_skipped, has_moved(role, before)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> list[dict[str, object]]:
+    path = save_hf_model(tmp_path_factory.mktemp("model") / "model", "llama", num_hidden_layers=2)
+    return run_ranks(run, 2, path)
+
+
+def test_nothing_to_learn_anywhere_gives_a_zero_gradient(outcomes) -> None:  # case D8
+    assert [seen["all masked"] for seen in outcomes] == [(0.0, 0, False)] * 2
+    assert [seen["an empty answer alone"] for seen in outcomes] == [(0.0, 0)] * 2
+
+
+def test_a_replica_without_policy_tokens_joins_every_collective(outcomes) -> None:  # case D8
+    for norm, skipped, moved in (seen["one sequence"] for seen in outcomes):
+        assert norm > 0 and skipped == 0 and moved
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight_on_any_rank(outcomes) -> None:  # case H5
+    assert [seen["nan on rank 1"] for seen in outcomes] == [(False, False)] * 2
+    assert [seen["afterwards"] for seen in outcomes] == [(0, True)] * 2, "the run must go on after a skipped step"
