@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megarl import device
 from megarl.models.packed_gpt import PackedGPT
 from megarl.parallel.groups import RoleGroups
+from megarl.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,17 @@ class StepResult:
     was_applied: bool
 
 
+def shards_optimizer(topology: Topology) -> bool:
+    """Whether masters and moments are shared out over data-parallel ranks. With one rank there is nothing to share, and
+    the reduce-scatter of one would copy every gradient onto itself."""
+    return topology.dp_size > 1
+
+
 def wrap_for_training(model: PackedGPT, groups: RoleGroups) -> DistributedDataParallel:
     """Megatron's DDP: fp32 gradients in contiguous buffers, added up (not averaged) over data-parallel ranks."""
-    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=shards_optimizer(groups.topology)
+    )
     with device.megatron_build_scope():
         return DistributedDataParallel(model.config, options, model, pg_collection=groups.collection)
 
@@ -85,7 +94,7 @@ def build_optimizer(
         clip_grad=options.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=shards_optimizer(groups.topology),
     )
     with device.megatron_build_scope():
         optimizer = get_megatron_optimizer(
