@@ -41,7 +41,7 @@ $(QUICK)/model/config.json: | $(STAMP)
 $(QUICK)/data/val.parquet: | $(STAMP)
 	@mkdir -p $(QUICK)
 	@rm -rf $(QUICK)/data $(QUICK)/data.writing
-	$(BIN)/python examples/data/reasoning_gym_chain_sum.py --out $(QUICK)/data.writing --train 2000 --val 100 --digits 1 --terms 2 --seed 1
+	$(BIN)/python -W ignore::SyntaxWarning examples/data/reasoning_gym_chain_sum.py --out $(QUICK)/data.writing --train 2000 --val 100 --digits 1 --terms 2 --seed 1
 	@mv $(QUICK)/data.writing $(QUICK)/data
 
 quickstart: $(STAMP) $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## PPO of SmolLM2-135M on one-digit sums, everything included

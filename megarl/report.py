@@ -147,8 +147,14 @@ class RunReport:
         if self._after is not None:
             before = self._before if self._before is not self._after else None
             if before is not None:
-                shown = zip(job.data.held_out, before.answers, self._after.answers, strict=True)
-                samples = [SampleAnswer(prompt.text, first, last) for prompt, first, last in shown]
+                asked = [prompt.token_ids for prompt in job.data.held_out]
+                shown = zip(
+                    job.data.tokenizer.batch_decode(asked, skip_special_tokens=True),
+                    before.answers,
+                    self._after.answers,
+                    strict=True,
+                )
+                samples = [SampleAnswer(prompt.strip(), first, last) for prompt, first, last in shown]
                 print_samples(console, samples[: self._config.trainer.num_samples_to_show])
             phases = {name: PhaseCost(spent, self._tokens.get(name, 0)) for name, spent in self._seconds.items()}
             total_s = time.perf_counter() - self._started
