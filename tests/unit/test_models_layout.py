@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from megarl.models.layout import ModelSpec, ParamLayout, check_tp, hf_shapes, plan_stage
+from megarl.models.layout import HeadKind, ModelSpec, ParamLayout, check_tp, hf_shapes, plan_stage
 from megarl.models.registry import FAMILIES
 
 SPEC = ModelSpec(
@@ -17,7 +17,9 @@ SPEC = ModelSpec(
 GRIDS = [(1, 1), (2, 1), (1, 2), (4, 3), (2, 7)]
 
 
-def all_shards(family: str, spec: ModelSpec, tp: int, pp: int, head="policy") -> list[tuple[int, int, ParamLayout]]:
+def all_shards(
+    family: str, spec: ModelSpec, tp: int, pp: int, head: HeadKind = "policy"
+) -> list[tuple[int, int, ParamLayout]]:
     return [
         (tp_rank, stage, layout)
         for tp_rank, stage in itertools.product(range(tp), range(pp))
