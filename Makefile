@@ -15,12 +15,16 @@ LISTS := requirements/$(DEVICE).txt requirements/dev.txt requirements/quickstart
 # The stamp's name holds a hash of what was installed: other lists, another stamp, a new installation.
 STAMP := $(VENV)/.installed-$(DEVICE)-$(shell cat $(LISTS) setup.py | sha256sum | cut -c1-16)
 
-.PHONY: help setup quickstart test test-fast check format clean
+# The extension is built in place, once more when a source of it changes.
+EXT := megarl/_C.abi3.so
+EXT_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
+
+.PHONY: help setup quickstart test test-fast bench check format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
-setup: $(STAMP) ## .venv with the pinned packages and megarl itself; nothing the second time
+setup: $(STAMP) $(EXT) ## .venv with the pinned packages, megarl and its extension; nothing the second time
 
 # The stamp is written last: an installation that was broken off is taken up again.
 $(STAMP): $(LISTS) setup.py
@@ -30,7 +34,13 @@ $(STAMP): $(LISTS) setup.py
 	@rm -f $(VENV)/.installed-*
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps $(addprefix -r ,$(LISTS))
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
+	@MEGARL_NO_EXTENSION=1 $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(EXT): $(EXT_SOURCES) setup.py | $(STAMP)
+	@echo "setup: building megarl._C (about half a minute)"
+	@mkdir -p build
+	@$(BIN)/python setup.py -q build_ext --inplace >build/extension.log 2>&1 || { cat build/extension.log; exit 1; }
 	@touch $@
 
 # `model` and `data` are each written beside and renamed, so a folder that is there is whole.
@@ -44,7 +54,7 @@ $(QUICK)/data/val.parquet: | $(STAMP)
 	$(BIN)/python -W ignore::SyntaxWarning examples/data/reasoning_gym_chain_sum.py --out $(QUICK)/data.writing --train 2000 --val 100 --digits 1 --terms 2 --seed 1
 	@mv $(QUICK)/data.writing $(QUICK)/data
 
-quickstart: $(STAMP) $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## PPO of SmolLM2-135M on one-digit sums, everything included
+quickstart: $(STAMP) $(EXT) $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## PPO of SmolLM2-135M on one-digit sums, everything included
 	$(BIN)/megarl train --config examples/ppo_smollm2/config.yaml $(ARGS)
 
 check: $(STAMP) ## formatter, linter, types, house rules
@@ -53,15 +63,20 @@ check: $(STAMP) ## formatter, linter, types, house rules
 	$(BIN)/basedpyright
 	$(BIN)/python -m pytest -q tests/unit/test_house.py
 
-test: check $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## everything
+test: check $(EXT) $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## everything
 	$(BIN)/python -m pytest --durations=20 $(ARGS)
 
-test-fast: $(STAMP) ## the tests of single parts, without the slow ones
+test-fast: $(STAMP) $(EXT) ## the tests of single parts, without the slow ones
 	$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
+
+# One benchmark, or all: a benchmark is a file of benchmarks/ that can be run.
+NAME ?= $(filter-out measure,$(basename $(notdir $(wildcard benchmarks/*.py))))
+bench: $(STAMP) $(EXT) ## benchmarks of the kernels, or `make bench NAME=logprob`; figures also in benchmarks/out
+	@for name in $(NAME); do $(BIN)/python -W ignore -m benchmarks.$$name $(ARGS); done
 
 format: $(STAMP) ## rewrite the files as `check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean: ## remove what runs and builds left, but not .venv or .cache
-	rm -rf runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf runs build $(EXT) benchmarks/out *.egg-info .pytest_cache .ruff_cache .hypothesis

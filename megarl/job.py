@@ -29,6 +29,7 @@ from megarl.config.schema import (
 from megarl.config.validate import model_roles
 from megarl.models.build import BuildOptions, uses_transformer_engine
 from megarl.models.registry import read_model_spec
+from megarl.ops import dispatch
 from megarl.parallel.groups import GroupCache, build_groups
 from megarl.parallel.topology import Topology, plan_topology
 from megarl.records import Prompt
@@ -105,7 +106,11 @@ def open_job(config: Config) -> Job:
     topologies = plan_topologies(config, dist.get_world_size())
     cache = GroupCache(config.trainer.timeout_s)
     layers = "Transformer Engine" if uses_transformer_engine() else "torch"
-    log.info("%s; layers: %s", device.describe(), layers)
+    try:
+        implementation = dispatch.choose_implementation(config.ops.require_extension)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    log.info("%s; layers: %s; ops: %s", device.describe(), layers, implementation)
 
     def open_role(name: str, settings: ActorConfig | CriticConfig | RefConfig) -> Role | None:
         if name not in topologies:

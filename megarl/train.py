@@ -135,7 +135,8 @@ def update(job: Job, name: str, batch: PackedBatch, judged: Judged, step: int, u
 def build_objective(job: Job, role: Role, judged: Judged) -> Objective:
     if role is job.critic:
         return build_critic_objective(role, job.config.critic, judged.scores)
-    return build_actor_objective(role, job.config.actor, job.config.rollout.temperature, judged.scores)
+    temperature, fused = job.config.rollout.temperature, job.config.algorithm.fused_logprob
+    return build_actor_objective(role, job.config.actor, temperature, judged.scores, fused)
 
 
 def training_sampling(job: Job, step: int) -> Sampling:

@@ -204,6 +204,12 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     kl_penalty: KLEstimator = KLEstimator.k1
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    fused_logprob: bool = True  # the head's logits exist for a chunk of tokens at a time; false = for a micro-batch
+
+
+@dataclass
+class OpsConfig:
+    require_extension: bool = False  # refuse to compute with plain torch where megarl._C is missing
 
 
 @dataclass
@@ -255,5 +261,6 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    ops: OpsConfig = field(default_factory=OpsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from megarl.models.micro_batch import MicroBatch
 from megarl.models.packed_gpt import PackedGPT
-from megarl.ops.logprob import linear_logprob_entropy
+from megarl.ops.logprob import linear_logprob_entropy, logprob_entropy
+from megarl.ops.policy_head import TokenLoss, policy_head
 from megarl.parallel.groups import RoleGroups
 
 
@@ -56,6 +60,52 @@ def compute_logprobs(
         vocab_start=weight.shape[0] * groups.at.tp,
         vocab_size=num_ids,
         tp_group=groups.collection.tp,
+    )
+
+
+def compute_logprobs_of_logits(
+    model: torch.nn.Module, hidden: Tensor, micro: MicroBatch, groups: RoleGroups, temperature: float, num_ids: int
+) -> tuple[Tensor, Tensor]:
+    """`compute_logprobs` with all logits held at once: needs memory for them, computes none of them twice."""
+    weight = unwrap(model).head_weight()
+    hidden = copy_to_tensor_model_parallel_region(read_hidden(hidden, micro, groups), group=groups.collection.tp)
+    return logprob_entropy(
+        torch.mm(hidden, weight.t()),
+        micro.targets,
+        temperature=temperature,
+        vocab_start=weight.shape[0] * groups.at.tp,
+        vocab_size=num_ids,
+        tp_group=groups.collection.tp,
+        overwrite_logits=True,
+    )
+
+
+def run_policy_head(
+    model: torch.nn.Module,
+    hidden: Tensor,
+    micro: MicroBatch,
+    groups: RoleGroups,
+    temperature: float,
+    num_ids: int,
+    token_loss: TokenLoss,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Last stage: the loss of the policy tokens and its statistics, with no logit computed twice or kept.
+
+    Where Megatron's DDP gives the head's weight an fp32 `main_grad`, the gradient is added to it right here.
+    """
+    weight = unwrap(model).head_weight()
+    return policy_head(
+        hidden.squeeze(1),
+        weight,
+        micro.targets,
+        token_loss,
+        temperature=temperature,
+        vocab_start=weight.shape[0] * groups.at.tp,
+        vocab_size=num_ids,
+        tp_group=groups.collection.tp,
+        rows=micro.head_index,
+        sequence_parallel=groups.topology.tp_size > 1,
+        main_grad=getattr(weight, "main_grad", None),
     )
 
 

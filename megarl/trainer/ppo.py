@@ -14,13 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algo.advantages import compute_gae, compute_group_advantages, place_rewards, whiten
+from megarl.algo.advantages import compute_group_advantages, place_rewards
 from megarl.algo.kl import compute_kl, next_kl_coef, subtract_kl
 from megarl.algo.objective import policy_objective, value_objective
 from megarl.algo.segments import mask_sequences
 from megarl.config.schema import ActorConfig, AdvEstimator, AlgorithmConfig, CriticConfig, KLController
-from megarl.models.forward import compute_logprobs, compute_values
+from megarl.models.forward import compute_logprobs_of_logits, compute_values, run_policy_head
 from megarl.models.micro_batch import MicroBatch
+from megarl.ops.gae import gae
+from megarl.ops.moments import whiten
+from megarl.ops.policy_head import TokenLoss
 from megarl.records import PackedBatch, Scores
 from megarl.trainer.roles import Role
 from megarl.trainer.update import Objective, TokenWeights
@@ -66,7 +69,7 @@ def judge(
     returns = None
     if algorithm.adv_estimator is AdvEstimator.gae:
         assert values is not None, "GAE needs values"
-        advantages, returns = compute_gae(token_rewards, values, mask, batch.cu_seqlens, algorithm.gamma, algorithm.lam)
+        advantages, returns = gae(token_rewards, values, mask, batch.cu_seqlens, algorithm.gamma, algorithm.lam)
         metrics |= describe("critic/values", values[mask]) | describe("critic/returns", returns[mask])
         metrics["critic/vf_explained_var"] = explained_variance(values[mask], returns[mask])
     else:
@@ -87,32 +90,55 @@ def judge(
     return Judged(scores, mask, metrics)
 
 
-def build_actor_objective(role: Role, options: ActorConfig, temperature: float, scores: Scores) -> Objective:
-    """The clipped policy loss with entropy bonus and KL loss, as a function of the last stage's hidden states."""
-    assert scores.old_logprobs is not None and scores.advantages is not None
-    old_logprobs, advantages, ref = scores.old_logprobs, scores.advantages, scores.ref_logprobs
+def build_actor_objective(
+    role: Role, options: ActorConfig, temperature: float, scores: Scores, fused: bool = True
+) -> Objective:
+    """The clipped policy loss with entropy bonus and KL loss, as a function of the last stage's hidden states.
+
+    Args:
+        fused: the head computes the loss and its gradients chunk by chunk; else all logits are held at once.
+    """
 
     def objective(hidden: Tensor, micro: MicroBatch, weights: TokenWeights) -> tuple[Tensor, Mapping[str, Tensor]]:
-        logprobs, entropy = compute_logprobs(role.model, hidden, micro, role.groups, temperature, role.num_ids)
-        pick, where = micro.token_index, logprobs.device
+        token_loss = _build_token_loss(options, scores, micro, weights)
+        arguments = role.model, hidden, micro, role.groups, temperature, role.num_ids
+        if fused:
+            return run_policy_head(*arguments, token_loss)
+        return token_loss(*compute_logprobs_of_logits(*arguments), slice(None))
+
+    return objective
+
+
+def _build_token_loss(options: ActorConfig, scores: Scores, micro: MicroBatch, weights: TokenWeights) -> TokenLoss:
+    """`policy_objective` of some of the micro-batch's policy tokens."""
+    assert scores.old_logprobs is not None and scores.advantages is not None
+    pick, where = micro.token_index, micro.targets.device
+    old_logprobs, advantages = scores.old_logprobs[pick].to(where), scores.advantages[pick].to(where)
+    loss_weights, mask = weights.loss[pick].to(where), weights.mask[pick].to(where)
+    metric_weights = weights.mean[pick].to(where)
+    ref_logprobs = None
+    if scores.ref_logprobs is not None and options.use_kl_loss:
+        ref_logprobs = scores.ref_logprobs[pick].to(where)
+
+    def token_loss(logprobs: Tensor, entropy: Tensor, part: slice) -> tuple[Tensor, Mapping[str, Tensor]]:
         return policy_objective(
             logprobs,
             entropy,
-            old_logprobs[pick].to(where),
-            advantages[pick].to(where),
-            weights.loss[pick].to(where),
-            weights.mask[pick].to(where),
+            old_logprobs[part],
+            advantages[part],
+            loss_weights[part],
+            mask[part],
             clip_low=options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low,
             clip_high=options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high,
             clip_c=options.clip_ratio_c,
             entropy_coeff=options.entropy_coeff,
-            ref_logprobs=ref[pick].to(where) if ref is not None and options.use_kl_loss else None,
+            ref_logprobs=None if ref_logprobs is None else ref_logprobs[part],
             kl_loss_coef=options.kl_loss_coef if options.use_kl_loss else 0.0,
             kl_loss_type=options.kl_loss_type.value,
-            metric_weights=weights.mean[pick].to(where),
+            metric_weights=metric_weights[part],
         )
 
-    return objective
+    return token_loss
 
 
 def build_critic_objective(role: Role, options: CriticConfig, scores: Scores) -> Objective:

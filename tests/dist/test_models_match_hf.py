@@ -23,6 +23,8 @@ from megarl.trainer.roles import build_role
 from tests.ranks import run_ranks
 from tests.tiny import build_batch, build_hf_model
 
+pytestmark = pytest.mark.timeout(900)  # ranks share the cores with whatever else runs here
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128}
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -101,7 +103,7 @@ def answers(tmp_path_factory) -> dict[tuple[str, int, int], tuple[Tensor, Tensor
         model.save_pretrained(folder / name)
         expected[name] = expect(model, 500)
     cases = [(name, tp, pp) for name in MODELS for tp, pp in GRIDS]
-    shared = run_ranks(run_cases, 4, [(str(folder / name), tp, pp) for name, tp, pp in cases], 500, timeout_s=240)
+    shared = run_ranks(run_cases, 4, [(str(folder / name), tp, pp) for name, tp, pp in cases], 500, timeout_s=600)
     return {case: (shared[0][i], expected[case[0]]) for i, case in enumerate(cases)}
 
 
@@ -120,5 +122,5 @@ def test_smollm2_equals_transformers_at_tp_1_and_3() -> None:
     model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
     expected = expect(model, model.config.vocab_size)
     cases = [(str(SMOLLM2), tp, 1) for tp in (1, 3)]
-    for ours in run_ranks(run_cases, 3, cases, model.config.vocab_size, timeout_s=240)[0]:
+    for ours in run_ranks(run_cases, 3, cases, model.config.vocab_size, timeout_s=600)[0]:
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_task import read_metrics, run_megarl, write_job
 
+pytestmark = pytest.mark.timeout(900)  # ranks share the cores with whatever else runs here
+
 GRIDS = [
     "trainer.n_gpus_per_node=4",
     "parallel.actor={tp: 2, pp: 2}",

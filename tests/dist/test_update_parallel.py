@@ -13,7 +13,7 @@ from megarl.algo.reduce import AggregationMode
 from megarl.algo.objective import policy_objective, value_objective
 from megarl.models.build import BuildOptions
 from megarl.models.layout import HeadKind
-from megarl.models.forward import compute_logprobs, compute_values
+from megarl.models.forward import compute_logprobs, compute_logprobs_of_logits, compute_values, run_policy_head
 from megarl.parallel.groups import GroupCache, build_groups
 from megarl.parallel.topology import plan_topology
 from megarl.trainer.annotate import annotate_logprobs, annotate_values
@@ -23,6 +23,8 @@ from megarl.trainer.update import Objective, update_role
 from megarl.weights.gather import gather_hf_tensors
 from tests.ranks import run_ranks
 from tests.tiny import build_batch, save_hf_model
+
+pytestmark = pytest.mark.timeout(900)  # ranks share the cores with whatever else runs here
 
 PROMPTS, RESPONSES = [3, 9, 5, 2, 7, 4, 6, 11], [8, 3, 0, 14, 5, 1, 9, 2]
 ADAM = AdamOptions(weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8, clip_grad=0.5)
@@ -38,6 +40,7 @@ class Grid:
     dp: int = 1
     critic: tuple[int, int] = (1, 1)
     max_tokens: int = 4096
+    head: str = "recompute"  # how the actor's last stage gets from hidden states to the loss: or "one_pass", "logits"
 
     @property
     def ranks(self) -> list[int]:
@@ -90,12 +93,19 @@ def run_one_step(world_size: int, path: str, grid: Grid, cache: GroupCache) -> O
 
     def policy(hidden, micro, weights):
         assert actor is not None
-        logprobs, entropy = compute_logprobs(actor.model, hidden, micro, actor.groups, 0.7, actor.num_ids)
-        pick = micro.token_index
-        return policy_objective(
-            logprobs, entropy, noisy[pick], advantages[pick], weights.loss[pick], weights.mask[pick],
-            clip_low=0.2, clip_high=0.2, clip_c=3.0, entropy_coeff=0.01, ref_logprobs=ref[pick], kl_loss_coef=0.1,
-        )  # fmt: skip
+
+        def token_loss(logprobs, entropy, part):
+            pick = micro.token_index[part]
+            return policy_objective(
+                logprobs, entropy, noisy[pick], advantages[pick], weights.loss[pick], weights.mask[pick],
+                clip_low=0.2, clip_high=0.2, clip_c=3.0, entropy_coeff=0.01, ref_logprobs=ref[pick], kl_loss_coef=0.1,
+            )  # fmt: skip
+
+        arguments = actor.model, hidden, micro, actor.groups, 0.7, actor.num_ids
+        if grid.head == "one_pass":
+            return run_policy_head(*arguments, token_loss)
+        compute = compute_logprobs if grid.head == "recompute" else compute_logprobs_of_logits
+        return token_loss(*compute(*arguments), slice(None))
 
     def value(hidden, micro, weights):
         assert critic is not None
@@ -123,14 +133,15 @@ def run_one_step(world_size: int, path: str, grid: Grid, cache: GroupCache) -> O
 
 
 CASES = [
-    ("tied", Grid(max_tokens=40)),
-    ("tied", Grid(dp=2, max_tokens=40, critic=(2, 1))),
-    ("tied", Grid(tp=2, critic=(1, 2), max_tokens=40)),
-    ("tied", Grid(pp=2, critic=(1, 1), max_tokens=40)),
-    ("tied", Grid(pp=4, critic=(2, 2), max_tokens=25)),
-    ("untied", Grid(tp=2, pp=2, critic=(1, 1), max_tokens=40)),
+    ("tied", Grid(max_tokens=40, head="one_pass")),
+    ("tied", Grid(dp=2, max_tokens=40, critic=(2, 1), head="one_pass")),
+    ("tied", Grid(tp=2, critic=(1, 2), max_tokens=40, head="one_pass")),
+    ("tied", Grid(tp=2, critic=(1, 2), max_tokens=40, head="logits")),
+    ("tied", Grid(pp=2, critic=(1, 1), max_tokens=40, head="one_pass")),
+    ("tied", Grid(pp=4, critic=(2, 2), max_tokens=25, head="logits")),
+    ("untied", Grid(tp=2, pp=2, critic=(1, 1), max_tokens=40, head="one_pass")),
     ("norms", Grid(tp=2, pp=2, critic=(2, 1), max_tokens=40)),
-    ("norms", Grid(tp=2, dp=2, critic=(1, 4), max_tokens=30)),
+    ("norms", Grid(tp=2, dp=2, critic=(1, 4), max_tokens=30, head="one_pass")),
 ]
 
 
@@ -144,7 +155,7 @@ def outcomes(tmp_path_factory) -> dict[tuple[str, Grid], list[Outcome]]:
         "norms": save_hf_model(folder / "norms", "qwen3", tie_word_embeddings=True),
     }
     cases = [*((name, Grid()) for name in paths), *CASES]
-    by_rank = run_ranks(run_cases, 4, [(paths[name], grid) for name, grid in cases], timeout_s=240)
+    by_rank = run_ranks(run_cases, 4, [(paths[name], grid) for name, grid in cases], timeout_s=600)
     return {case: [outcomes[i] for outcomes in by_rank] for i, case in enumerate(cases)}
 
 

@@ -17,7 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algo": set(),
     "records": set(),
     "device": set(),
-    "ops": {"device", "records"},
+    "ops": {"device", "records", "algo"},
     "parallel": {"device", "records"},
     "models": {"device", "records", "parallel", "ops"},
     "weights": {"device", "records", "models.layout", "parallel.topology", "ops"},
