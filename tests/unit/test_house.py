@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -220,3 +221,9 @@ def test_no_file_names(what: str) -> None:
         if FORBIDDEN_TEXT[what].search(line)
     ]
     assert found == []
+
+
+def test_every_folder_of_tests_is_collected() -> None:
+    """pytest passes over folders named `dist` unless told otherwise: tests that never run cannot fail."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert "dist" not in options["norecursedirs"] and options["testpaths"] == ["tests"]
