@@ -1,4 +1,4 @@
-"""The command line: `megarl train ...` and `megarl data inspect ...`.
+"""The command line: `megarl train ...`, `megarl plan-reshard ...` and `megarl data inspect ...`.
 
 `megarl train` checks the configuration, then joins the ranks that torchrun or srun started, or starts
 `trainer.n_gpus_per_node` local ranks of itself when nobody did.
@@ -38,8 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     inspect.add_argument("--prompt-key", default="prompt")
     inspect.add_argument("--chat-template", help="a Jinja template, or a file with one")
     inspect.add_argument("--raw-prompt", action="store_true", help="encode plain strings as they are")
+    commands.add_parser("plan-reshard", help="the weight transfer of a run, on paper", add_help=False)
     if words[:1] == ["train"]:
         return run_train(words[1:])
+    if words[:1] == ["plan-reshard"]:
+        return run_reshard_table(words[1:])
     options = parser.parse_args(words)
     from megarl.rollout.show_row import run_inspect
 
@@ -47,6 +50,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_inspect(
             options.file, options.row, options.model, options.prompt_key, options.chat_template, options.raw_prompt
         )
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return USER_MISTAKE_EXIT
+    return 0
+
+
+def run_reshard_table(words: Sequence[str]) -> int:
+    """`megarl plan-reshard ...`; returns the exit code."""
+    quiet_environment()
+    from rich.console import Console
+
+    from megarl.reshard_table import add_arguments, run_plan_reshard
+
+    parser = argparse.ArgumentParser(
+        prog="megarl plan-reshard", description="What every rank keeps, receives and sends in a weight transfer."
+    )
+    add_arguments(parser)
+    try:
+        run_plan_reshard(parser.parse_args(list(words)), Console(width=None if sys.stdout.isatty() else 180))
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return USER_MISTAKE_EXIT

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"device", "records", "obs", "trainer", "rollout", "reward", "weights", "config"},
 }
 # The program itself, above all parts.
-TOP = {"train", "job", "plan", "validation", "report", "cli", "__main__", "__init__"}
+TOP = {"train", "job", "plan", "reshard_table", "validation", "report", "cli", "__main__", "__init__"}
 
 # name -> the only files that may name it in code
 DOORS: dict[str, set[str]] = {
@@ -41,7 +41,9 @@ DOORS: dict[str, set[str]] = {
     "megatron.core.transformer.TransformerConfig": {"models/build.py"},
 }
 WITHOUT_MEGATRON = {"algo", "ops", "config", "rollout", "reward", "obs", "launch", "records"}
-PURE = re.compile(r"algo/.*|parallel/(topology|partition|schedule|simulate)\.py|models/layout\.py|weights/plan\.py")
+PURE = re.compile(
+    r"algo/.*|parallel/(topology|partition|schedule|simulate)\.py|models/layout\.py|weights/(plan|blocks|shapes|rounds)\.py"
+)
 IMPURE = {"torch.distributed", "os", "time", "socket", "subprocess", "megarl.device"}
 STANDARD_AND_TORCH = re.compile(
     r"torch(\.|$)|megarl(\.|$)|__future__|math|dataclasses|typing|collections|enum|itertools"
