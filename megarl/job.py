@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +44,7 @@ from megarl.rollout.tokenizer import check_tokenizer_fits, count_token_ids, load
 from megarl.trainer.next_token import build_next_logits
 from megarl.trainer.optim import AdamOptions, LRSchedule
 from megarl.trainer.roles import Role, build_role
-from megarl.weights.checksum import record_checksums
-from megarl.weights.gather import gather_hf_tensors
+from megarl.weights.sync import WeightSync, open_weight_sync
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +72,23 @@ class Job:
     critic: Role | None
     ref: Role | None
     engine: RolloutEngine | None
+    weight_sync: WeightSync | None
     total_steps: int
 
-    def sync_weights(self, version: int) -> None:
-        """Hands the actor's weights to the engines; a collective of the world."""
-        sync_weights(self, version)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Hands the actor's weights to the engines; a collective of the world. Returns `sync/*` metrics.
+
+        Raises:
+            RuntimeError: an engine holds other values than the actor; it refuses to answer.
+        """
+        metrics: dict[str, float] = {}
+        if self.weight_sync is not None:
+            assert self.engine is not None
+            weights = {} if self.actor is None else self.actor.weights()
+            metrics = self.weight_sync.run(weights, self.engine.open_weights(), self.engine.checksums)
+        if self.engine is not None:
+            self.engine.publish_weights(version)
+        return metrics
 
 
 def plan_topologies(config: Config, world_size: int) -> dict[str, Topology]:
@@ -149,7 +162,8 @@ def open_job(config: Config) -> Job:
         open_role("ref", config.ref),
     )
     engine = open_engine(config, data, topologies["rollout"], actor)
-    return Job(config, data, topologies, actor, critic, ref, engine, total_steps)
+    weight_sync = open_sync(config, topologies, cache)
+    return Job(config, data, topologies, actor, critic, ref, engine, weight_sync, total_steps)
 
 
 def open_data(config: Config) -> Data:
@@ -228,37 +242,42 @@ def open_engine(config: Config, data: Data, topology: Topology, actor: Role | No
     return engine
 
 
-def sync_weights(job: Job, version: int) -> None:
-    """Whole tensors from the actor's shards into every engine, and proof by checksum that they arrived.
-
-    Raises:
-        RuntimeError: a tensor lies in the engine otherwise than it was sent; nothing has been generated with it.
-    """
-    config, topology = job.config, job.topologies["actor"]
-    if isinstance(job.engine, NaiveEngine):
-        job.engine.set_version(version)
-        return
+def open_sync(config: Config, topologies: Mapping[str, Topology], cache: GroupCache) -> WeightSync | None:
+    """Plans how the actor's weights get into the engines; None where the engine is the actor. A collective."""
+    if config.rollout.name is Engine.naive:
+        return None
+    start = time.perf_counter()
     assert config.actor.model_path is not None
-    family, spec = read_model_spec(config.actor.model_path) if job.actor is None else (job.actor.family, job.actor.spec)
-    weights = None if job.actor is None else job.actor.weights()
-    dtype = device.pick_dtype(config.actor.dtype.value)
-    tensors = gather_hf_tensors(family, spec, topology, weights, dtype, device.device())
-    if job.engine is None:
-        for _ in tensors:
-            continue
-        return
-    sent: dict[str, int] = {}
-    engine_dtype = device.pick_dtype(config.rollout.dtype.value)
-    is_checked = version == 0
-    job.engine.load_weights(record_checksums(tensors, engine_dtype, sent) if is_checked else tensors, version)
-    if is_checked:
-        held = job.engine.checksums()
-        wrong = sorted(name for name in held if held[name] != sent.get(name, held[name]))
-        if wrong:
-            job.engine.discard_weights()
-            raise RuntimeError(
-                f"after the weight transfer {len(wrong)} tensors differ in the engine, first: {wrong[0]}"
-            )
+    family, spec = read_model_spec(config.actor.model_path)
+    actor, rollout = topologies["actor"], topologies["rollout"]
+    group = cache.get(tuple(sorted({*actor.ranks, *rollout.ranks})), "weights")
+    assert group is not None, "vLLM's engines live on all ranks of the job"
+    try:
+        sync = open_weight_sync(
+            family,
+            spec,
+            actor,
+            rollout,
+            dist.get_rank(),
+            group,
+            trainer_dtype=device.pick_dtype(config.actor.dtype.value),
+            engine_dtype=device.pick_dtype(config.rollout.dtype.value),
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+            verify=config.rollout.verify_sync.value,
+            bucket_bytes=config.rollout.sync_bucket_mib << 20,
+        )
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    stats = sync.resharder.stats
+    log.info(
+        "weight transfer planned in %.1f s: this rank receives %.1f MB, keeps %.1f; %d rounds, %.0f MiB staging",
+        time.perf_counter() - start,
+        stats.received_bytes / 1e6,
+        stats.kept_bytes / 1e6,
+        stats.num_rounds,
+        sync.resharder.staging_bytes / 2**20,
+    )
+    return sync
 
 
 def build_optimizer_options(optim: OptimConfig, num_updates: int) -> tuple[AdamOptions, LRSchedule]:

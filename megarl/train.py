@@ -38,7 +38,7 @@ def train(job: Job, report: RunReport) -> None:
     kl_coef = config.algorithm.kl_ctrl.kl_coef
     updates = {"actor": 0, "critic": 0}
     skipped_in_a_row = 0
-    job.sync_weights(version=0)
+    sync_metrics = job.sync_weights(version=0)
     if config.trainer.val_before_train and job.data.held_out:
         report.validated(0, validate(job))
 
@@ -79,7 +79,7 @@ def train(job: Job, report: RunReport) -> None:
             with timer.phase("update_actor"):
                 results["actor"] = update(job, "actor", batch, judged, step, updates)
             with timer.phase("sync"):
-                job.sync_weights(version=step)
+                sync_metrics = job.sync_weights(version=step)
 
         kl_coef = advance_kl_coef(config.algorithm, kl_coef, judged.metrics, batch.num_sequences)
         skipped = sum(result.num_skipped for result in results.values())
@@ -89,7 +89,7 @@ def train(job: Job, report: RunReport) -> None:
                 f"{skipped_in_a_row} steps in a row had gradients that are not finite (trainer.max_skipped_steps="
                 f"{config.trainer.max_skipped_steps}); the weights are those of step {step - skipped_in_a_row}"
             )
-        metrics = describe_batch(batch, judged, rewards)
+        metrics = describe_batch(batch, judged, rewards) | sync_metrics
         for result in results.values():
             metrics |= result.stats
         metrics["training/skipped_updates"] = float(skipped)

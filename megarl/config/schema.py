@@ -70,6 +70,12 @@ class Recompute(Choice):
     full = "full"
 
 
+class VerifySync(Choice):
+    first = "first"
+    always = "always"
+    never = "never"
+
+
 class ResumeMode(Choice):
     auto = "auto"
     disable = "disable"
@@ -176,6 +182,8 @@ class RolloutConfig:
     kv_cache_gib: float = 1.0  # vLLM's KV cache on CPU
     max_num_seqs: int = 256
     enforce_eager: bool = True
+    verify_sync: VerifySync = VerifySync.first  # which weight transfers are proved by checksum before anything is drawn
+    sync_bucket_mib: int = 64  # staging of the weight transfer on each rank
     val: ValConfig = field(default_factory=ValConfig)
 
 

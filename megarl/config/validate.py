@@ -67,6 +67,7 @@ RANGES: dict[str, _Rule] = {
     "rollout.gpu_memory_utilization": _TOP_P,
     "rollout.kv_cache_gib": _POSITIVE,
     "rollout.max_num_seqs": _AT_LEAST_1,
+    "rollout.sync_bucket_mib": _AT_LEAST_1,
     "rollout.val.n": _AT_LEAST_0,
     "rollout.val.top_p": _TOP_P,
     "rollout.val.top_k": _TOP_K,

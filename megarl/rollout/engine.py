@@ -4,14 +4,15 @@ One engine lives on the ranks of one tensor-parallel (and, for the naive engine,
 engines side by side are rollout data parallel. All methods are called on every rank of an engine with the same
 arguments; engines never wait for each other in `generate`.
 
-    engine.load_weights(named_tensors, version=3)   # the prefix cache is dropped
-    rollouts = engine.generate(prompts, sampling)   # refused before the first load and after `discard_weights`
+    write_into(engine.open_weights())               # parameters in place; `generate` is refused meanwhile
+    engine.publish_weights(version=3)               # they take effect, the prefix cache is dropped
+    rollouts = engine.generate(prompts, sampling)   # refused before the first publication and after `discard_weights`
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -33,11 +34,15 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes whole tensors under their Hugging Face names, one after the other; never holds all of them.
+    def open_weights(self) -> dict[str, Tensor]:
+        """The engine's live parameters on this rank, to be written in place.
 
-        Answers drawn from now on carry `version`. A tensor that is missing or unknown is an error.
+        `generate` refuses from here to `publish_weights`. Empty where the engine has no weights of its own.
         """
+        ...
+
+    def publish_weights(self, version: int) -> None:
+        """Makes what was written take effect; answers drawn from now on carry `version`. Caches are dropped."""
         ...
 
     def checksums(self) -> dict[str, int]:
@@ -45,7 +50,7 @@ class RolloutEngine(Protocol):
         ...
 
     def discard_weights(self) -> None:
-        """Forgets the weights; `generate` refuses until the next `load_weights`."""
+        """Forgets the weights; `generate` refuses until weights are written and published again."""
         ...
 
     def close(self) -> None:

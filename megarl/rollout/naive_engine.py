@@ -6,7 +6,7 @@ of the weights, so nothing to transfer and no gap between sampler and trainer. E
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,13 +54,11 @@ class NaiveEngine:
             open_drafts = [draft for draft in open_drafts if not draft.is_finished]
         return [draft.to_rollout(self._version) for draft in drafts]
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Nothing to load: the trainer's weights are the engine's. Runs the iterator, which may be a collective."""
-        for _ in named:
-            continue
-        self._version = version
+    def open_weights(self) -> dict[str, Tensor]:
+        """Nothing to write: the trainer's weights are the engine's."""
+        return {}
 
-    def set_version(self, version: int) -> None:
+    def publish_weights(self, version: int) -> None:
         """Stamps later answers with the number of the update that the trainer's weights come from."""
         self._version = version
 

@@ -25,7 +25,7 @@ import random
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from megarl import device
 from megarl.parallel.topology import Topology
 from megarl.records import Prompt, Rollout, Sampling
 from megarl.rollout.engine import RolloutEngine, request_seed
-from megarl.weights.vllm_sync import check_loadable, compute_checksums, load_into_vllm, visible_weights
+from megarl.weights.vllm_sync import check_loadable, compute_checksums, live_parameters, pack_, visible_weights
 
 MIN_TEMPERATURE = 0.01  # below it vLLM would silently use another temperature
 CPU_BLOCK_TOKENS = 32  # vLLM's 128 on CPUs would keep short prompts from sharing their prefix
@@ -64,7 +64,8 @@ def build_vllm_engine(
 ) -> RolloutEngine:
     """Builds this rank's part of its engine. A collective of the world; needs an initialised process group.
 
-    Only `config.json` is read from the folder: the weights are random until `load_weights`, and `generate` refuses.
+    Only `config.json` is read from the folder: the weights are random until they are written and published, and
+    `generate` refuses.
 
     Args:
         model_path: a Hugging Face folder.
@@ -162,7 +163,7 @@ class VLLMEngine:
         from vllm import SamplingParams
 
         if self._version is None:
-            raise ValueError("the vLLM engine holds no weights: call load_weights before generate")
+            raise ValueError("the vLLM engine holds no weights: write and publish them before generate")
         _check_request(prompts, sampling, self._max_model_len)
         answers = [(index, sample) for index in range(len(prompts)) for sample in range(sampling.n)]
         params = [
@@ -187,12 +188,16 @@ class VLLMEngine:
             for (index, sample), output in zip(answers, outputs, strict=True)
         ]
 
-    def load_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See `RolloutEngine`. After an error the engine holds no weights."""
+    def open_weights(self) -> dict[str, Tensor]:
+        """See `RolloutEngine`. Wakes the weights, but not the KV cache: the transfer's buffers have that room."""
         self._version = None
         if self._is_asleep:
             self._llm.wake_up(tags=["weights"])
-        load_into_vllm(self._model, named)
+        return live_parameters(self._model)
+
+    def publish_weights(self, version: int) -> None:
+        """See `RolloutEngine`."""
+        pack_(self._model)
         if self._is_asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._is_asleep = False

@@ -86,6 +86,15 @@ def _shard_of_layout(layout: ParamLayout) -> Shard:
     return Shard(layout.name, layout.numel, tuple(blocks))
 
 
+def list_hf_shards(family: Family, spec: ModelSpec) -> list[Shard]:
+    """A Hugging Face folder in the same words: every tensor whole, under its own name."""
+    shards: list[Shard] = []
+    for name, shape in hf_shapes(family, spec).items():
+        rows, width = shape[0], shape[1] if len(shape) > 1 else 1
+        shards.append(Shard(name, rows * width, (Block(name, 0, rows, 0, width, 0, width),)))
+    return shards
+
+
 def list_engines(ranks: Sequence[int], tp_size: int, order: RankOrder = "contiguous", span: int = 0) -> list[list[int]]:
     """The ranks of each engine, by the engine's TP rank.
 

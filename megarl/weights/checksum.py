@@ -10,7 +10,7 @@ whatever the cut; a swapped row, a wrong block order or a single flipped bit cha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -47,15 +47,6 @@ def compute_checksum(tensor: Tensor, row_start: int = 0, column_start: int = 0) 
 def add_checksums(parts: Iterable[int]) -> int:
     """The checksum of a tensor from those of its slices."""
     return (sum(parts) + 2**63) % 2**64 - 2**63
-
-
-def record_checksums(
-    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, into: dict[str, int]
-) -> Iterator[tuple[str, Tensor]]:
-    """Passes tensors on and notes the checksum that each has once it is `dtype`."""
-    for name, tensor in named:
-        into[name] = compute_checksum(tensor.to(dtype))
-        yield name, tensor
 
 
 def _multipliers(start: int, count: int, key: int, device: torch.device) -> Tensor:

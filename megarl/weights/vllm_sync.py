@@ -1,25 +1,26 @@
-"""Whole Hugging Face tensors into a live vLLM model, as often as wanted, and proof that they arrived.
+"""The live parameters of a vLLM model: where they are, how new values take effect, and proof of what they hold.
 
-On a GPU vLLM's parameters stay what its loader wrote, and loading again is enough. On a CPU vLLM packs the weight of
-every linear layer for its matrix kernels when the model is built, and empties the parameter; loading again fails, and
-the head would go on using its hidden packed copy. Here the parameters stay visible beside the packed copies
-(`visible_weights`, active while the model is built), and the copies are made anew after every load (`pack_`).
+On a GPU vLLM's parameters stay what its loader wrote and its kernels read them: writing them is enough. On a CPU vLLM
+packs the weight of every linear layer for its matrix kernels when the model is built, and empties the parameter; the
+head even goes on using its hidden packed copy. Here the parameters stay visible beside the packed copies
+(`visible_weights`, active while the model is built), and the copies are made anew after every write (`pack_`).
 
 Why pack at all: SmolLM2-135M, 48 sequences in flight, one AMX core, tokens/s packed against plain `linear` on the
 visible weights: bf16 418 against 326, fp32 166 against 154. Packing all of it takes 0.2 s (bf16) to 0.4 s (fp32); the
 price is the weights twice in memory.
 
     with visible_weights():
-        llm = LLM(...)                      # builds the model
-    load_into_vllm(model, named_tensors)    # any number of times
-    compute_checksums(model)                # what the model holds now, by Hugging Face name
+        llm = LLM(...)                  # builds the model
+    parameters = live_parameters(model) # written in place, any number of times
+    pack_(model)                        # what was written takes effect
+    compute_checksums(model)            # what the model holds now, by Hugging Face name
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,40 +69,16 @@ def check_loadable(model: nn.Module) -> None:
         )
 
 
-def load_into_vllm(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes whole tensors into a live model; each rank of an engine keeps its own part of each.
-
-    Args:
-        model: vLLM's model of this rank.
-        named: (Hugging Face name, whole tensor, any float dtype and device); consumed one after the other. Must hold
-            every tensor of the model; a head that is tied to the embedding may be there or not.
+def live_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter of the model by vLLM's name, sharing its storage; a tied head is not listed beside the embedding.
 
     Raises:
-        ValueError: a tensor is missing, or one is unknown to the model.
+        AssertionError: a parameter that is not contiguous, which cannot be written as a flat tensor.
     """
-    missing = hf_names(model)
-    tied = {"lm_head.weight"} if is_tied(model) else set()
-    unknown: list[str] = []
-    dtype = model_dtype(model)
-
-    def watched() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in named:
-            if name in tied:
-                continue
-            if name not in missing:
-                unknown.append(name)
-                continue
-            missing.discard(name)
-            yield name, tensor.to(dtype)
-
-    with torch.no_grad():
-        model.load_weights(watched())  # pyright: ignore[reportCallIssue]
-        pack_(model)
-    if missing or unknown:
-        raise ValueError(
-            f"weights sent to vLLM's {type(model).__name__} do not fit: missing {sorted(missing)[:4]} "
-            f"({len(missing)} in all), unknown or sent twice {unknown[:4]} ({len(unknown)} in all)"
-        )
+    live = {name: parameter.data for name, parameter in model.named_parameters()}
+    scattered = [name for name, tensor in live.items() if not tensor.is_contiguous()]
+    assert not scattered, f"vLLM's parameters {scattered[:3]} are not contiguous"
+    return live
 
 
 def pack_(model: nn.Module) -> None:
