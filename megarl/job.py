@@ -25,6 +25,7 @@ from megarl.config.schema import (
     CriticConfig,
     Engine,
     GridConfig,
+    GridOrder,
     OptimConfig,
     RefConfig,
 )
@@ -44,6 +45,7 @@ from megarl.rollout.tokenizer import check_tokenizer_fits, count_token_ids, load
 from megarl.trainer.next_token import build_next_logits
 from megarl.trainer.optim import AdamOptions, LRSchedule
 from megarl.trainer.roles import Role, build_role
+from megarl.weights.order import choose_order
 from megarl.weights.sync import WeightSync, open_weight_sync
 
 log = logging.getLogger(__name__)
@@ -103,8 +105,34 @@ def plan_topologies(config: Config, world_size: int) -> dict[str, Topology]:
     planned: dict[str, Topology] = {}
     for role, grid in chosen.items():
         assert grid is not None
-        planned[role] = plan_topology(role, world_size, grid.tp, grid.pp, grid.dp, grid.ranks)
+        order = "dp-tp-pp" if grid.order is GridOrder.dp_tp_pp else "tp-dp-pp"
+        planned[role] = plan_topology(role, world_size, grid.tp, grid.pp, grid.dp, grid.ranks, order)
+    if config.parallel.actor.order is GridOrder.auto and config.rollout.name is Engine.vllm:
+        planned["actor"] = _choose_actor_order(config, planned["actor"], planned["rollout"])
     return planned
+
+
+def _choose_actor_order(config: Config, actor: Topology, rollout: Topology) -> Topology:
+    """The actor's grid with the ranks where they need least of the others' weights; says so when that is a gain."""
+    assert config.actor.model_path is not None
+    family, spec = read_model_spec(config.actor.model_path)
+    try:
+        chosen, received = choose_order(family, spec, actor, rollout, local_world_size(config))
+    except ValueError as error:
+        raise ConfigError([f"parallel.rollout: {error}"]) from error
+    if chosen.order != actor.order:
+        log.info(
+            "parallel.actor.order=%s: engines receive %.1f %% less at each weight transfer than in order %s",
+            chosen.order,
+            100 - 100 * received[chosen.order] / received[actor.order],
+            actor.order,
+        )
+    return chosen
+
+
+def local_world_size(config: Config) -> int:
+    """Ranks on each node: what the launcher says, else what the configuration would start."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.n_gpus_per_node))
 
 
 def open_job(config: Config) -> Job:
@@ -162,7 +190,7 @@ def open_job(config: Config) -> Job:
         open_role("ref", config.ref),
     )
     engine = open_engine(config, data, topologies["rollout"], actor)
-    weight_sync = open_sync(config, topologies, cache)
+    weight_sync = open_sync(config, topologies, cache, actor, engine)
     return Job(config, data, topologies, actor, critic, ref, engine, weight_sync, total_steps)
 
 
@@ -242,7 +270,13 @@ def open_engine(config: Config, data: Data, topology: Topology, actor: Role | No
     return engine
 
 
-def open_sync(config: Config, topologies: Mapping[str, Topology], cache: GroupCache) -> WeightSync | None:
+def open_sync(
+    config: Config,
+    topologies: Mapping[str, Topology],
+    cache: GroupCache,
+    actor_role: Role | None,
+    engine: RolloutEngine | None,
+) -> WeightSync | None:
     """Plans how the actor's weights get into the engines; None where the engine is the actor. A collective."""
     if config.rollout.name is Engine.naive:
         return None
@@ -262,10 +296,16 @@ def open_sync(config: Config, topologies: Mapping[str, Topology], cache: GroupCa
             group,
             trainer_dtype=device.pick_dtype(config.actor.dtype.value),
             engine_dtype=device.pick_dtype(config.rollout.dtype.value),
-            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+            ranks_per_node=local_world_size(config),
             verify=config.rollout.verify_sync.value,
             bucket_bytes=config.rollout.sync_bucket_mib << 20,
+            shares=config.rollout.share_weights,
         )
+        if config.rollout.share_weights:
+            assert engine is not None
+            weights = {} if actor_role is None else actor_role.weights()
+            freed = engine.share_weights({name: weights[source] for name, source in sync.resharder.shared.items()})
+            log.info("rollout.share_weights: %.1f MB of the engine are the trainer's own now", freed / 1e6)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     stats = sync.resharder.stats

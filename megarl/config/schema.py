@@ -76,6 +76,14 @@ class VerifySync(Choice):
     never = "never"
 
 
+class GridOrder(Choice):
+    """Which axis of a grid runs fastest over its ranks."""
+
+    auto = "auto"  # the actor's: the one of the two that moves fewer weights into the engines; else as Megatron
+    tp_dp_pp = "tp-dp-pp"
+    dp_tp_pp = "dp-tp-pp"
+
+
 class ResumeMode(Choice):
     auto = "auto"
     disable = "disable"
@@ -184,6 +192,7 @@ class RolloutConfig:
     enforce_eager: bool = True
     verify_sync: VerifySync = VerifySync.first  # which weight transfers are proved by checksum before anything is drawn
     sync_bucket_mib: int = 64  # staging of the weight transfer on each rank
+    share_weights: bool = False  # what a rank trains and its engine needs in the same layout exists once
     val: ValConfig = field(default_factory=ValConfig)
 
 
@@ -250,6 +259,7 @@ class GridConfig:
     pp: int = 1
     dp: int | None = None
     ranks: list[int] | None = None
+    order: GridOrder = GridOrder.auto
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The grid of one role: tp × pp × dp over a list of ranks. Pure: no distributed call.
 
 Ranks are laid out with tp fastest, then dp, then pp, as Megatron does, so that tensor-parallel peers sit on one
-node. A worked example, 8 ranks as tp=2, dp=2, pp=2:
+node; the order "dp-tp-pp" swaps the first two. A worked example, 8 ranks as tp=2, dp=2, pp=2:
 
     stage 0:  dp 0: ranks 0 1    dp 1: ranks 2 3
     stage 1:  dp 0: ranks 4 5    dp 1: ranks 6 7
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Axis = Literal["tp", "dp", "pp"]
+Order = Literal["tp-dp-pp", "dp-tp-pp"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Topology:
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1
+    order: Order = "tp-dp-pp"
 
     def __post_init__(self) -> None:
         assert len(self.ranks) == self.tp_size * self.pp_size * self.dp_size, (
@@ -54,19 +56,18 @@ class Topology:
 
     def rank_at(self, tp: int, dp: int, pp: int) -> int:
         """The global rank at these coordinates."""
-        return self.ranks[tp + self.tp_size * (dp + self.dp_size * pp)]
+        inner = tp + self.tp_size * dp if self.order == "tp-dp-pp" else dp + self.dp_size * tp
+        return self.ranks[inner + self.tp_size * self.dp_size * pp]
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where `rank` sits. Raises ValueError when it is not part of the role."""
-        index = self.ranks.index(rank)
-        return Coordinates(
-            tp=index % self.tp_size,
-            dp=index // self.tp_size % self.dp_size,
-            pp=index // (self.tp_size * self.dp_size),
-        )
+        stage, inner = divmod(self.ranks.index(rank), self.tp_size * self.dp_size)
+        if self.order == "tp-dp-pp":
+            return Coordinates(tp=inner % self.tp_size, dp=inner // self.tp_size, pp=stage)
+        return Coordinates(tp=inner // self.dp_size, dp=inner % self.dp_size, pp=stage)
 
     def groups(self, *axes: Axis) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ only along `axes`, each in the order tp, dp, pp, groups by first rank."""
+        """All groups of ranks that differ only along `axes`, ranks rising, groups by first rank."""
         together: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:
             at = self.coordinates(rank)
@@ -76,7 +77,13 @@ class Topology:
 
 
 def plan_topology(
-    role: str, world_size: int, tp: int = 1, pp: int = 1, dp: int | None = None, ranks: list[int] | None = None
+    role: str,
+    world_size: int,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int | None = None,
+    ranks: list[int] | None = None,
+    order: Order = "tp-dp-pp",
 ) -> Topology:
     """Builds a role's grid from what the user wrote.
 
@@ -85,6 +92,7 @@ def plan_topology(
         world_size: ranks in the job.
         tp, pp: sizes; dp: size, or None = what the ranks give.
         ranks: global ranks of the role, or None = all.
+        order: which axis runs fastest.
 
     Raises:
         ValueError: sizes that are not positive, ranks out of range or repeated, or a product that does not fit.
@@ -110,4 +118,4 @@ def plan_topology(
             f"which give dp={fitting}; leave dp out, set dp={fitting}, or list {tp * pp * dp} ranks in "
             f"parallel.{role}.ranks"
         )
-    return Topology(ranks=chosen, tp_size=tp, pp_size=pp, dp_size=fitting)
+    return Topology(ranks=chosen, tp_size=tp, pp_size=pp, dp_size=fitting, order=order)

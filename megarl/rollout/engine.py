@@ -12,7 +12,7 @@ arguments; engines never wait for each other in `generate`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -38,6 +38,20 @@ class RolloutEngine(Protocol):
         """The engine's live parameters on this rank, to be written in place.
 
         `generate` refuses from here to `publish_weights`. Empty where the engine has no weights of its own.
+        """
+        ...
+
+    def share_weights(self, trained: Mapping[str, Tensor]) -> int:
+        """Lets parameters of the engine be the trainer's own storage from now on.
+
+        Args:
+            trained: the trainer's parameters by the engine's name for them, in the engine's layout and dtype.
+
+        Returns:
+            Bytes that the engine gave back.
+
+        Raises:
+            ValueError: an engine whose parameters must stay where they are.
         """
         ...
 

@@ -6,7 +6,7 @@ of the weights, so nothing to transfer and no gap between sampler and trainer. E
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ class NaiveEngine:
     def open_weights(self) -> dict[str, Tensor]:
         """Nothing to write: the trainer's weights are the engine's."""
         return {}
+
+    def share_weights(self, trained: Mapping[str, Tensor]) -> int:
+        """All weights are the trainer's already."""
+        return 0
 
     def publish_weights(self, version: int) -> None:
         """Stamps later answers with the number of the update that the trainer's weights come from."""

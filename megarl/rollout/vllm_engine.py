@@ -25,7 +25,7 @@ import random
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,14 @@ from megarl import device
 from megarl.parallel.topology import Topology
 from megarl.records import Prompt, Rollout, Sampling
 from megarl.rollout.engine import RolloutEngine, request_seed
-from megarl.weights.vllm_sync import check_loadable, compute_checksums, live_parameters, pack_, visible_weights
+from megarl.weights.vllm_sync import (
+    check_loadable,
+    compute_checksums,
+    live_parameters,
+    pack_,
+    share_parameters_,
+    visible_weights,
+)
 
 MIN_TEMPERATURE = 0.01  # below it vLLM would silently use another temperature
 CPU_BLOCK_TOKENS = 32  # vLLM's 128 on CPUs would keep short prompts from sharing their prefix
@@ -194,6 +201,15 @@ class VLLMEngine:
         if self._is_asleep:
             self._llm.wake_up(tags=["weights"])
         return live_parameters(self._model)
+
+    def share_weights(self, trained: Mapping[str, Tensor]) -> int:
+        """See `RolloutEngine`."""
+        if self._can_sleep or not self._is_eager:
+            raise ValueError(
+                "rollout.share_weights=true: vLLM's sleep mode and CUDA graphs need parameters that stay where they "
+                "are; use rollout.enforce_eager=true without sleep mode, or rollout.share_weights=false"
+            )
+        return share_parameters_(self._model, trained)
 
     def publish_weights(self, version: int) -> None:
         """See `RolloutEngine`."""

@@ -80,7 +80,10 @@ class WeightSync:
             RuntimeError: an engine holds other values than the actor; it must not answer.
         """
         check_live(self._shards, live)
-        zero_padding_(self._shards, live)
+        shared = self.resharder.shared
+        for name, source in shared.items():
+            assert live[name].data_ptr() == trained[source].data_ptr(), f"{name} is not the trainer's {source}"
+        zero_padding_([shard for shard in self._shards if shard.name not in shared], live)
         stats = self.resharder.run(trained, live)
         metrics = self._describe(stats)
         self._num_runs += 1
@@ -95,6 +98,7 @@ class WeightSync:
             "sync/transfer_s": stats.seconds,
             "sync/received_bytes": float(self._total_received_bytes),
             "sync/kept_bytes": float(stats.kept_bytes),
+            "sync/shared_parameters": float(len(self.resharder.shared)),
             "sync/rounds": float(stats.num_rounds),
             "sync/gb_per_s": stats.received_bytes / 1e9 / max(stats.seconds, 1e-9),
             "sync/staging_bytes": float(self.resharder.staging_bytes),
@@ -142,6 +146,7 @@ def open_weight_sync(
     ranks_per_node: int,
     verify: Verify = "first",
     bucket_bytes: int = 64 << 20,
+    shares: bool = False,
 ) -> WeightSync:
     """Plans the transfer from the actor's grid to the engines' and compiles this rank's part; no communication.
 
@@ -152,6 +157,8 @@ def open_weight_sync(
         ranks_per_node: for the ways that copies take.
         verify: which transfers are proved by checksum.
         bucket_bytes: of all staging buffers of a rank together.
+        shares: engine parameters that a rank trains in the same layout are to be the trainer's own storage; the
+            caller hands `resharder.shared` to `RolloutEngine.share_weights` before the first run.
 
     Raises:
         ValueError: an engine's TP that does not fit the model, or dtypes that cannot be cast.
@@ -159,7 +166,7 @@ def open_weight_sync(
     sources = list_trainer_shards(family, spec, actor)
     targets = list_engine_shards(family, spec, list_engines(engines.ranks, engines.tp_size))
     plan = plan_reshard(sources, targets, ranks_per_node)
-    resharder = build_resharder(plan, rank, group, trainer_dtype, engine_dtype, bucket_bytes)
+    resharder = build_resharder(plan, rank, group, trainer_dtype, engine_dtype, bucket_bytes, shares)
     itemsize = min(trainer_dtype.itemsize, engine_dtype.itemsize)
     received = sum(traffic.received for traffic in summarize(plan, itemsize))
     names = sorted({block.hf_name for shards in targets.values() for shard in shards for block in shard.blocks})

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,25 @@ def live_parameters(model: nn.Module) -> dict[str, Tensor]:
     scattered = [name for name, tensor in live.items() if not tensor.is_contiguous()]
     assert not scattered, f"vLLM's parameters {scattered[:3]} are not contiguous"
     return live
+
+
+def share_parameters_(model: nn.Module, trained: Mapping[str, Tensor]) -> int:
+    """Makes parameters of the model the storage of the trainer's; their own is freed.
+
+    Args:
+        trained: by vLLM's name, contiguous, of the same dtype and at least as many elements; what is more is the
+            trainer's padding at the end.
+
+    Returns:
+        Bytes freed.
+    """
+    freed = 0
+    for name, tensor in trained.items():
+        parameter = model.get_parameter(name)
+        assert parameter.dtype == tensor.dtype and tensor.is_contiguous(), f"{name}: {tensor.dtype}, {tensor.stride()}"
+        freed += parameter.nbytes
+        parameter.data = tensor.detach().view(-1)[: parameter.numel()].view(parameter.shape)
+    return freed
 
 
 def pack_(model: nn.Module) -> None:

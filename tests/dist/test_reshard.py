@@ -19,6 +19,7 @@ from megarl.models.registry import FAMILIES
 from megarl.parallel.topology import Topology
 from megarl.weights.blocks import list_engine_shards, list_engines, list_trainer_shards
 from megarl.weights.checksum import compute_checksum
+from megarl.weights import reshard
 from megarl.weights.plan import plan_reshard
 from megarl.weights.reshard import Resharder, build_resharder
 from megarl.weights.sync import Verify, WeightSync, open_weight_sync
@@ -97,12 +98,20 @@ def expect(spec: ModelSpec, tp_size: int, tp_rank: int, whole: dict[str, Tensor]
 
 
 def run_case(
-    rank: int, world_size: int, name: str, grid: tuple[int, int], engine_tp: int, dtypes: Any, per_node: int
+    rank: int,
+    world_size: int,
+    name: str,
+    grid: tuple[int, int],
+    engine_tp: int,
+    dtypes: Any,
+    per_node: int,
+    direct_bytes: int = 256 << 10,
 ) -> Result:
     """Three transfers of different weights, one after the other, into the same live parameters."""
     spec, (tp, pp) = SPECS[name], grid
     actor = Topology(tuple(range(world_size)), tp_size=tp, pp_size=pp, dp_size=world_size // (tp * pp))
     engines = Topology(tuple(range(world_size)), tp_size=engine_tp, dp_size=world_size // engine_tp)
+    reshard.DIRECT_BYTES = direct_bytes
     assert dist.group.WORLD is not None
     sync = open_weight_sync(
         FAMILIES[spec.family], spec, actor, engines, rank, dist.group.WORLD,
@@ -136,6 +145,7 @@ def run_case(
         "staging": sync.resharder.staging_bytes,
         "rounds": stats.num_rounds,
         "messages": sum(len(part.receives) for part in sync.resharder.rounds),
+        "direct": sum(message.parameter is not None for part in sync.resharder.rounds for message in part.receives),
     }
 
 
@@ -150,6 +160,10 @@ def list_cases() -> dict[str, tuple[Any, ...]]:
     cases["fp32 to bf16"] = ("qwen2", (2, 2), 2, (FP32, BF16), 2)
     cases["bf16 to fp32"] = ("qwen2", (1, 2), 2, (BF16, FP32), 2)
     cases["bf16 to bf16"] = ("qwen3", (2, 1), 1, (BF16, BF16), 1)
+    for grid_name in ("pp2", "tp2pp2"):
+        for per_node in (2, 4):
+            direct = ("qwen2", GRIDS[grid_name], 1, (FP32, FP32), per_node, 64)
+            cases[f"runs of 64 bytes and more without staging, {grid_name}, {per_node} ranks a node"] = direct
     return cases
 
 
@@ -185,7 +199,12 @@ def test_staging_fits_one_bucket_and_messages_grow_with_its_contents(
     for found in results:
         assert found[case]["staging"] <= SMALL_BUCKET
         full = found[case]["received"] / (SMALL_BUCKET / 4)
-        assert found[case]["messages"] <= 4 * full + 12
+        assert found[case]["messages"] - found[case]["direct"] <= 4 * full + 12
+
+
+def test_long_runs_travel_without_staging(results: list[dict[str, Result]]) -> None:
+    for case in CASES:
+        assert any(found[case]["direct"] for found in results) == ("without staging" in case)
 
 
 def drop_a_message(resharder: Resharder) -> None:

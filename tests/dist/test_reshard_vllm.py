@@ -37,6 +37,7 @@ ENGINES = [
     ("llama-tied", 2), ("qwen2", 2), ("qwen3", 2),
     ("llama", 4), ("qwen2-tied", 4), ("qwen3", 4),  # two key-value heads: replicated
 ]  # fmt: skip
+SHARED = [("llama-tied", 1), ("qwen3", 2)]
 
 
 def build_version(name: str, grid: str) -> Any:
@@ -48,6 +49,36 @@ def build_version(name: str, grid: str) -> Any:
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data.copy_(1 + 0.2 * noise if "norm" in key else 0.15 * noise)
     return model
+
+
+def share(engine: Any, engines: Topology, rank: int, cache: Any, folder: str) -> dict[str, Any]:
+    """The engine's parameters are the actor's storage where both have one layout; then the actor's values change."""
+    import torch.distributed as dist
+
+    from megarl.models.build import BuildOptions
+    from megarl.models.registry import read_model_spec
+    from megarl.parallel.groups import build_groups
+    from megarl.trainer.roles import build_role
+    from megarl.weights.hf import HFFolder, load_shard
+    from megarl.weights.sync import open_weight_sync
+
+    tp_size = engines.tp_size
+    actor = Topology(engines.ranks, tp_size=tp_size, dp_size=engines.dp_size)
+    options = BuildOptions(dtype=torch.float32, head="policy")
+    role = build_role("actor", build_groups(actor, cache), f"{folder}/tp1", options, max_tokens=512)
+    assert role is not None
+    assert dist.group.WORLD is not None
+    sync = open_weight_sync(
+        role.family, role.spec, actor, engines, rank, dist.group.WORLD,
+        trainer_dtype=torch.float32, engine_dtype=torch.float32, ranks_per_node=2, verify="always", shares=True,
+    )  # fmt: skip
+    weights = role.weights()
+    freed = engine.share_weights({name: weights[source] for name, source in sync.resharder.shared.items()})
+    family, _ = read_model_spec(folder + "/pp2")
+    load_shard(HFFolder(folder + "/pp2", family), role.layouts, weights)  # as an update would, in place
+    sync.run(weights, engine.open_weights(), engine.checksums)
+    engine.publish_weights(9)
+    return {"freed": freed, "shared": sorted(sync.resharder.shared), "answers": engine.generate(PROMPTS, GREEDY)}
 
 
 def transfer_job(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
@@ -83,6 +114,8 @@ def transfer_job(rank: int, world_size: int, folder: str) -> dict[str, dict[str,
             engine.publish_weights(version)
             key = f"{name} {grid} engine tp{engine_tp}"
             found[key] = {"answers": engine.generate(PROMPTS, GREEDY), "checksums": engine.checksums()}
+        if (name, engine_tp) in SHARED:
+            found[f"{name} shared"] = share(engine, engines, rank, cache, f"{folder}/{name}")
         engine.close()
     return found
 
@@ -115,6 +148,20 @@ def test_engine_answers_as_transformers_does_with_the_actors_weights(
         assert largest_gap(model, answers, 1.0) < 1e-3
         expected = {key: compute_checksum(tensor) for key, tensor in model.named_parameters()}
         assert found["checksums"] == expected
+
+
+@pytest.mark.parametrize("name", [name for name, _ in SHARED])
+def test_shared_parameters_exist_once_and_follow_the_actor(
+    results: list[dict[str, dict[str, Any]]], name: str
+) -> None:
+    model = build_version(name, "pp2")
+    for rank in (0, WORLD - 1):
+        found = results[rank][f"{name} shared"]
+        assert largest_gap(model, found["answers"], 1.0) < 1e-3
+        shared = [each.split(".", 3)[-1] for each in found["shared"]]
+        assert {"self_attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight"} <= set(shared)
+        width = 256 // (2 if name == "qwen3" else 1)
+        assert found["freed"] >= LAYERS * 3 * 128 * width * 4, "at least every MLP"
 
 
 def test_the_weights_of_the_grids_differ() -> None:

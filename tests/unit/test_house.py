@@ -42,7 +42,7 @@ DOORS: dict[str, set[str]] = {
 }
 WITHOUT_MEGATRON = {"algo", "ops", "config", "rollout", "reward", "obs", "launch", "records"}
 PURE = re.compile(
-    r"algo/.*|parallel/(topology|partition|schedule|simulate)\.py|models/layout\.py|weights/(plan|blocks|shapes|rounds)\.py"
+    r"algo/.*|parallel/(topology|partition|schedule|simulate)\.py|models/layout\.py|weights/(plan|blocks|shapes|rounds|order)\.py"
 )
 IMPURE = {"torch.distributed", "os", "time", "socket", "subprocess", "megarl.device"}
 STANDARD_AND_TORCH = re.compile(
