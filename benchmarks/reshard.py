@@ -185,7 +185,7 @@ def time_between_barriers(rivals: dict[str, Callable[[], object]], rounds: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Times the weight transfer between gloo ranks.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="")
     options = parser.parse_args()
