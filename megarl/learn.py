@@ -127,7 +127,17 @@ def learn(
     for group in [["actor", "critic"]] if together else [[name] for name in names]:
         with timer.phase("update_" + "_".join(group)):
             results |= _update(job, watch, group, batch, judged, step, updates, runs)
-    return results, watch.follow(runs, "update", step)
+    metrics = share_time(runs[0]) if together and runs else {}
+    return results, metrics | watch.follow(runs, "update", step)
+
+
+def share_time(run: PipelineRun) -> dict[str, float]:
+    """The time of a fused update in verl's names, by what each model computed on this rank."""
+    busy = {name: 0.0 for name in run.work}
+    for span in run.spans:
+        busy[span.step.model] += span.end - span.start
+    total = max(sum(busy.values()), 1e-9)
+    return {f"timing_s/update_{name}": run.seconds * own / total for name, own in busy.items()}
 
 
 def _update(
