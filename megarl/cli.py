@@ -1,4 +1,4 @@
-"""The command line: `megarl train ...`, `megarl plan-reshard ...` and `megarl data inspect ...`.
+"""The command line: `megarl train`, `megarl check parity`, `megarl plan-reshard` and `megarl data inspect`.
 
 `megarl train` checks the configuration, then joins the ranks that torchrun or srun started, or starts
 `trainer.n_gpus_per_node` local ranks of itself when nobody did.
@@ -38,9 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     inspect.add_argument("--prompt-key", default="prompt")
     inspect.add_argument("--chat-template", help="a Jinja template, or a file with one")
     inspect.add_argument("--raw-prompt", action="store_true", help="encode plain strings as they are")
+    checks = commands.add_parser("check", help="prove that a grid computes what one rank does")
+    checks.add_subparsers(dest="check_command", required=True).add_parser("parity", add_help=False)
     commands.add_parser("plan-reshard", help="the weight transfer of a run, on paper", add_help=False)
     if words[:1] == ["train"]:
         return run_train(words[1:])
+    if words[:2] == ["check", "parity"]:
+        return run_check_parity(words[2:])
     if words[:1] == ["plan-reshard"]:
         return run_reshard_table(words[1:])
     options = parser.parse_args(words)
@@ -72,6 +76,29 @@ def run_reshard_table(words: Sequence[str]) -> int:
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return USER_MISTAKE_EXIT
+    return 0
+
+
+def run_check_parity(words: Sequence[str]) -> int:
+    """`megarl check parity [--config FILE] [--tolerance X] [key=value ...]`; returns the exit code."""
+    from megarl.parity import main as run_as_rank
+    from megarl.parity import parse_words
+
+    options = parse_words(words)
+    quiet_environment()
+    try:
+        config = resolve_config(load_config(options.config, options.overrides))
+        world = resolve_world(None, None, os.environ)
+        world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes if world is None else world.world_size
+        problems = find_problems(config, world_size)
+        if problems:
+            raise ConfigError(problems)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return USER_MISTAKE_EXIT
+    if world is None:
+        return launch_local(config.trainer.n_gpus_per_node, words, "megarl.parity")
+    run_rank(lambda: run_as_rank(words))
     return 0
 
 

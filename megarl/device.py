@@ -18,6 +18,7 @@ import contextlib
 import functools
 import os
 import resource
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,6 +85,33 @@ def synchronize() -> None:
     """Waits until the device has done everything asked of it; for timing."""
     if has_gpu():
         torch.cuda.synchronize()
+
+
+class Stopwatch:
+    """Marks points in time on the device's own clock without waiting for it; `read` waits once, at the end."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def mark(self) -> int:
+        """The number of this point in time: when the device gets here."""
+        if has_gpu():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+        return len(self._marks) - 1
+
+    def read(self) -> list[float]:
+        """Seconds from the first mark to each."""
+        if not self._marks:
+            return []
+        first = self._marks[0]
+        if has_gpu():
+            self._marks[-1].synchronize()
+            return [first.elapsed_time(mark) / 1e3 for mark in self._marks]
+        return [mark - first for mark in self._marks]
 
 
 def describe() -> str:

@@ -6,6 +6,7 @@ the user's files is found before any model is built.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from megarl import device
 from megarl.config.load import ConfigError
+from megarl.config.model_facts import read_model_facts
 from megarl.config.schema import (
     ActorConfig,
     AdvEstimator,
@@ -29,11 +31,12 @@ from megarl.config.schema import (
     OptimConfig,
     RefConfig,
 )
-from megarl.config.validate import model_roles
+from megarl.config.validate import can_fuse, model_roles
 from megarl.models.build import BuildOptions, uses_transformer_engine
 from megarl.models.registry import read_model_spec
 from megarl.ops import dispatch
 from megarl.parallel.groups import GroupCache, build_groups
+from megarl.parallel.picker import plan_chunk_stages
 from megarl.parallel.topology import Topology, plan_topology
 from megarl.records import Prompt
 from megarl.reward.score import RewardFunction, dry_run, load_reward_function
@@ -49,6 +52,8 @@ from megarl.weights.order import choose_order
 from megarl.weights.sync import WeightSync, open_weight_sync
 
 log = logging.getLogger(__name__)
+
+SPLITTING = ("auto", "zero_bubble", "fused")  # schedules that may compute weight gradients later
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,8 @@ def plan_topologies(config: Config, world_size: int) -> dict[str, Topology]:
         planned[role] = plan_topology(role, world_size, grid.tp, grid.pp, grid.dp, grid.ranks, order)
     if config.parallel.actor.order is GridOrder.auto and config.rollout.name is Engine.vllm:
         planned["actor"] = _choose_actor_order(config, planned["actor"], planned["rollout"])
+    for role in model_roles(config):
+        planned[role] = _place_chunks(config, role, planned)
     return planned
 
 
@@ -133,6 +140,24 @@ def _choose_actor_order(config: Config, actor: Topology, rollout: Topology) -> T
 def local_world_size(config: Config) -> int:
     """Ranks on each node: what the launcher says, else what the configuration would start."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.n_gpus_per_node))
+
+
+def _place_chunks(config: Config, role: str, planned: Mapping[str, Topology]) -> Topology:
+    """The role's grid with its chunks placed as the schedule wants them: the critic against the actor it runs with."""
+    topology = planned[role]
+    path = {"actor": config.actor, "critic": config.critic, "ref": config.ref}[role].model_path
+    assert path is not None
+    num_layers = read_model_facts(path).num_layers
+    is_reversed = role == "critic" and can_fuse(planned["actor"], topology)
+    choice = config.pipeline.schedule.value
+    stages = plan_chunk_stages(choice, topology.pp_size, num_layers, is_reversed, config.pipeline.virtual_stages)
+    return dataclasses.replace(topology, chunk_stages=stages)
+
+
+def can_update_together(config: Config, topologies: Mapping[str, Topology]) -> bool:
+    """Whether actor and critic train in one schedule."""
+    sequential = config.pipeline.schedule.value in ("1f1b", "interleaved", "zero_bubble")
+    return not sequential and "critic" in topologies and can_fuse(topologies["actor"], topologies["critic"])
 
 
 def open_job(config: Config) -> Job:
@@ -168,6 +193,7 @@ def open_job(config: Config) -> Job:
             head="value" if name == "critic" else "policy",
             recompute="none" if isinstance(settings, RefConfig) else settings.recompute.value,
             seed=config.trainer.seed,
+            splits_gradients=topologies[name].pp_size > 1 and config.pipeline.schedule.value in SPLITTING,
         )
         assert settings.model_path is not None
         role = build_role(

@@ -14,7 +14,7 @@ from rich.table import Table
 from megarl import device
 from megarl.config.schema import Config, Engine, RefConfig
 from megarl.job import count_updates, plan_topologies
-from megarl.models.layout import Family, ModelSpec, plan_stage
+from megarl.models.layout import Family, ModelSpec, plan_rank
 from megarl.models.registry import read_model_spec
 from megarl.parallel.partition import layer_range
 from megarl.parallel.topology import Topology
@@ -22,12 +22,12 @@ from megarl.parallel.topology import Topology
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part of one role: its layers (first, last), parameters, and bytes of state."""
+    """One rank's part of one role: its layers (first, last) in each of its chunks, parameters, and bytes of state."""
 
     role: str
     rank: int
     place: str
-    layers: tuple[int, int]
+    layers: tuple[tuple[int, int], ...]
     num_parameters: int
     num_bytes: int
 
@@ -45,11 +45,12 @@ def plan_ranks(role: str, config: Config, topology: Topology, family: Family, sp
     plans: list[RankPlan] = []
     for rank in topology.ranks:
         at = topology.coordinates(rank)
-        layouts = plan_stage(family, spec, topology.tp_size, at.tp, topology.pp_size, at.pp, head)
+        layouts = plan_rank(family, spec, topology, at.tp, at.pp, head)
         count = sum(layout.numel for layout in layouts)
         num_bytes = count * dtype.itemsize + (4 * count + 12 * count // topology.dp_size if learns else 0)
-        layers = layer_range(spec.num_layers, topology.pp_size, at.pp)
-        plans.append(RankPlan(role, rank, str(at), (layers.start, layers.stop - 1), count, num_bytes))
+        ranges = [layer_range(spec.num_layers, topology.num_chunks, chunk) for chunk in topology.chunks_of(at.pp)]
+        layers = tuple((each.start, each.stop - 1) for each in ranges)
+        plans.append(RankPlan(role, rank, str(at), layers, count, num_bytes))
     return plans
 
 
@@ -70,9 +71,9 @@ def print_plan(config: Config, world_size: int, console: Console) -> None:
         assert path is not None
         family, spec = read_model_spec(path)
         for plan in plan_ranks(role, config, topology, family, spec):
-            first, last = plan.layers
+            layers = " ".join(f"{first}-{last}" for first, last in plan.layers)
             gib = f"{plan.num_bytes / 2**30:.2f}"
-            table.add_row(role, str(plan.rank), plan.place, f"{first}-{last}", f"{plan.num_parameters:,}", gib)
+            table.add_row(role, str(plan.rank), plan.place, layers, f"{plan.num_parameters:,}", gib)
         table.add_section()
     console.print(table)
     answers = config.data.train_batch_size * config.rollout.n

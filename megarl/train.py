@@ -4,9 +4,9 @@ One step, and who waits for whom:
 
     sequences = generate(prompts)             engines; then every rank has the answers
     rewards   = judge(sequences)              rank 0; then every rank has the scores
-    scores    = annotate(sequences)           actor, reference, critic: forward only, each on its own grid
+    scores    = annotate(sequences)           actor, reference, critic: forward only, one stream where grids agree
     advantages                                every rank, the same numbers
-    critic.update, actor.update               each on its own grid
+    learn                                     critic and actor, fused where their grids agree
     sync                                      the actor's weights into the engines
 """
 
@@ -15,20 +15,14 @@ from __future__ import annotations
 import sys
 import time
 
-import torch
-import torch.distributed as dist
-
 from megarl import device
 from megarl.job import Job, derive_seed
+from megarl.learn import PipelineWatch, annotate_batch, learn
 from megarl.obs.metrics import PhaseTimer
-from megarl.parallel.partition import plan_mini_batches
-from megarl.records import PackedBatch, Sampling, pack_rollouts
+from megarl.records import Sampling, pack_rollouts
 from megarl.report import RunReport, describe_batch
 from megarl.rollout.collect import generate_everywhere
-from megarl.trainer.annotate import annotate_logprobs, annotate_values
-from megarl.trainer.ppo import Judged, advance_kl_coef, build_actor_objective, build_critic_objective, judge
-from megarl.trainer.roles import Role
-from megarl.trainer.update import Objective, UpdateResult, update_role
+from megarl.trainer.ppo import advance_kl_coef, judge
 from megarl.validation import judge_rollouts, validate
 
 
@@ -37,6 +31,7 @@ def train(job: Job, report: RunReport) -> None:
     config, timer = job.config, PhaseTimer(device.synchronize)
     kl_coef = config.algorithm.kl_ctrl.kl_coef
     updates = {"actor": 0, "critic": 0}
+    watch = PipelineWatch(job, report.run_dir)
     skipped_in_a_row = 0
     sync_metrics = job.sync_weights(version=0)
     if config.trainer.val_before_train and job.data.held_out:
@@ -51,33 +46,21 @@ def train(job: Job, report: RunReport) -> None:
         batch = pack_rollouts(prompts, rollouts)
         with timer.phase("reward"):
             rewards, texts = judge_rollouts(job, prompts, rollouts)
-        with timer.phase("old_log_prob"):
-            old_logprobs = annotate_logprobs(job.actor, batch, config.rollout.temperature)
-        ref_logprobs = values = None
-        if "ref" in job.topologies:
-            with timer.phase("ref"):
-                ref_logprobs = annotate_logprobs(job.ref, batch, config.rollout.temperature)
-        if "critic" in job.topologies:
-            with timer.phase("values"):
-                values = annotate_values(job.critic, batch)
+        with timer.phase("annotate"):
+            scores, annotate_metrics = annotate_batch(job, watch, batch, step)
         with timer.phase("adv"):
             judged = judge(
                 config.algorithm,
                 batch,
                 rewards.scores,
                 rewards.is_failed_mask,
-                old_logprobs=old_logprobs,
-                ref_logprobs=ref_logprobs,
-                values=values,
+                old_logprobs=scores["old_log_prob"],
+                ref_logprobs=scores.get("ref"),
+                values=scores.get("values"),
                 kl_coef=kl_coef,
             )
-        results: dict[str, UpdateResult] = {}
-        if "critic" in job.topologies:
-            with timer.phase("update_critic"):
-                results["critic"] = update(job, "critic", batch, judged, step, updates)
-        if step > config.critic.warmup_steps:
-            with timer.phase("update_actor"):
-                results["actor"] = update(job, "actor", batch, judged, step, updates)
+        results, update_metrics = learn(job, watch, batch, judged, step, updates, timer)
+        if "actor" in results:
             with timer.phase("sync"):
                 sync_metrics = job.sync_weights(version=step)
 
@@ -89,7 +72,7 @@ def train(job: Job, report: RunReport) -> None:
                 f"{skipped_in_a_row} steps in a row had gradients that are not finite (trainer.max_skipped_steps="
                 f"{config.trainer.max_skipped_steps}); the weights are those of step {step - skipped_in_a_row}"
             )
-        metrics = describe_batch(batch, judged, rewards) | sync_metrics
+        metrics = describe_batch(batch, judged, rewards) | annotate_metrics | update_metrics | sync_metrics
         for result in results.values():
             metrics |= result.stats
         metrics["training/skipped_updates"] = float(skipped)
@@ -103,40 +86,6 @@ def train(job: Job, report: RunReport) -> None:
         report.dump(step, prompts, rollouts, texts, rewards, batch, judged)
         report.export(job, step, is_last)
     report.finish(job)
-
-
-def update(job: Job, name: str, batch: PackedBatch, judged: Judged, step: int, updates: dict[str, int]) -> UpdateResult:
-    """Trains one role on the batch; every rank of the job gets its statistics."""
-    config = job.config
-    settings = config.critic if name == "critic" else config.actor
-    assert settings.ppo_mini_batch_size is not None and settings.ppo_epochs is not None
-    mini_batches = plan_mini_batches(
-        batch.num_sequences,
-        config.rollout.n,
-        settings.ppo_mini_batch_size,
-        settings.ppo_epochs,
-        derive_seed(config.trainer.seed, name, 0),
-        config.actor.shuffle,
-        step,
-    )
-    role = job.critic if name == "critic" else job.actor
-    done = None
-    if role is not None:
-        objective = build_objective(job, role, judged)
-        mode = settings.loss_agg_mode.value
-        done = update_role(role, batch, judged.mask, mini_batches, objective, mode, updates[name])
-    updates[name] += len(mini_batches)
-    box = [done]
-    dist.broadcast_object_list(box, src=job.topologies[name].ranks[0], device=torch.device("cpu"))
-    assert box[0] is not None
-    return box[0]
-
-
-def build_objective(job: Job, role: Role, judged: Judged) -> Objective:
-    if role is job.critic:
-        return build_critic_objective(role, job.config.critic, judged.scores)
-    temperature, fused = job.config.rollout.temperature, job.config.algorithm.fused_logprob
-    return build_actor_objective(role, job.config.actor, temperature, judged.scores, fused)
 
 
 def training_sampling(job: Job, step: int) -> Sampling:

@@ -84,6 +84,14 @@ class GridOrder(Choice):
     dp_tp_pp = "dp-tp-pp"
 
 
+class PipelineSchedule(Choice):
+    auto = "auto"  # the fastest by simulation with measured costs, within the memory bound
+    one_f_one_b = "1f1b"
+    interleaved = "interleaved"
+    zero_bubble = "zero_bubble"
+    fused = "fused"  # actor and critic in one schedule, in opposite directions
+
+
 class ResumeMode(Choice):
     auto = "auto"
     disable = "disable"
@@ -230,6 +238,15 @@ class OpsConfig:
 
 
 @dataclass
+class PipelineConfig:
+    """How stages work through micro-batches, for roles with pp > 1."""
+
+    schedule: PipelineSchedule = PipelineSchedule.auto
+    virtual_stages: int = 2  # chunks a stage of `interleaved`
+    max_live_micro_batches: float | None = None  # activations a stage may hold, in micro-batches; unset = pp + 1
+
+
+@dataclass
 class TrainerConfig:
     project_name: str = "megarl"
     experiment_name: str = "ppo"
@@ -249,6 +266,7 @@ class TrainerConfig:
     timeout_s: int = 1800  # a collective that takes longer ends the job
     max_skipped_steps: int = 3  # stop after so many non-finite updates in a row
     num_samples_to_show: int = 3  # answers printed at each validation
+    trace: bool = False  # write the time line of every update: a Chrome trace and a picture
 
 
 @dataclass
@@ -282,3 +300,4 @@ class Config:
     ops: OpsConfig = field(default_factory=OpsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)

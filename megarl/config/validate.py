@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.config.load import resolve_config
 from megarl.config.model_facts import ModelFacts, read_model_facts
-from megarl.config.schema import AdvEstimator, Config, Engine, GridConfig, KLController, ResumeMode
+from megarl.config.schema import AdvEstimator, Config, Engine, GridConfig, KLController, PipelineSchedule, ResumeMode
 from megarl.parallel.topology import Topology, plan_topology
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
@@ -75,6 +75,8 @@ RANGES: dict[str, _Rule] = {
     "algorithm.gamma": _FRACTION,
     "algorithm.lam": _FRACTION,
     "algorithm.kl_ctrl.kl_coef": _AT_LEAST_0,
+    "pipeline.virtual_stages": ("2 or more", lambda x: x >= 2),
+    "pipeline.max_live_micro_batches": _AT_LEAST_1,
     "trainer.total_epochs": _AT_LEAST_1,
     "trainer.total_training_steps": _AT_LEAST_1,
     "trainer.n_gpus_per_node": _AT_LEAST_1,
@@ -106,6 +108,7 @@ def find_problems(config: Config, world_size: int, model: ModelFacts | None = No
     problems += _check_files(config)
     problems += _check_sampling(config)
     problems += _check_algorithm(config)
+    problems += _check_pipeline(config, grids)
     if all(_get(config, key) is None or _get(config, key) >= 1 for key in _SIZES):
         problems += _check_batches(config, {role: grid.dp_size for role, grid in grids.items()})
     problems += _check_lengths(config, models.get("actor"))
@@ -274,6 +277,26 @@ def _check_algorithm(config: Config) -> Iterator[str]:
                 yield f"algorithm.kl_ctrl.{name}={getattr(algorithm.kl_ctrl, name)} must be more than 0"
 
 
+def _check_pipeline(config: Config, grids: dict[str, Topology]) -> Iterator[str]:
+    if config.pipeline.schedule is not PipelineSchedule.fused or "actor" not in grids:
+        return
+    if "critic" not in trained_roles(config):
+        yield (
+            f"pipeline.schedule=fused trains an actor and a critic together, and "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic; use auto or zero_bubble"
+        )
+    elif "critic" in grids and not can_fuse(grids["actor"], grids["critic"]):
+        yield (
+            "pipeline.schedule=fused needs actor and critic on the same ranks with the same pp of 2 or more; make "
+            "parallel.critic like parallel.actor, or use pipeline.schedule=auto"
+        )
+
+
+def can_fuse(actor: Topology, critic: Topology) -> bool:
+    """Whether two roles can train in one schedule."""
+    return actor.ranks == critic.ranks and actor.pp_size == critic.pp_size > 1
+
+
 def _check_batches(config: Config, dp_sizes: dict[str, int]) -> Iterator[str]:
     """Batch, mini-batches and micro-batches; all sizes are positive here.
 
@@ -359,6 +382,11 @@ def _check_model_fits(config: Config, role: str, topology: Topology, model: Mode
     layers = model.num_layers
     if pp > layers:
         yield f"parallel.{role}.pp={pp} is more than the model's {layers} layers; use {layers} or less"
+    elif config.pipeline.schedule is PipelineSchedule.interleaved and layers < pp * config.pipeline.virtual_stages:
+        yield (
+            f"pipeline.virtual_stages={config.pipeline.virtual_stages} × parallel.{role}.pp={pp} are more chunks than "
+            f"the model's {layers} layers; use fewer, or pipeline.schedule=1f1b"
+        )
     elif layers % pp and not _get(config, role).uneven_stages:
         yield (
             f"parallel.{role}.pp={pp} does not divide the model's {layers} layers; use {_in_words(_divisors(layers))}, "

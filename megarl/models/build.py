@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megarl import device
+from megarl.models.deferred import (
+    DeferredColumnParallelLinear,
+    DeferredRowParallelLinear,
+    put_gradients_aside,
+)
 from megarl.models.layers import RMSNorm, SegmentAttention, SwiGLU
 from megarl.models.layout import HeadKind, ModelSpec
 from megarl.models.packed_gpt import PackedGPT, ValueHead
@@ -56,12 +62,17 @@ def uses_transformer_engine() -> bool:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What of a model is a choice of the run and not of the checkpoint. `recompute`: none, selective or full."""
+    """What of a model is a choice of the run and not of the checkpoint.
+
+    `recompute`: none, selective or full. `splits_gradients`: schedules may put weight gradients aside; layers of
+    Transformer Engine must know it when they are built.
+    """
 
     dtype: torch.dtype
     head: HeadKind = "policy"
     recompute: str = "none"
     seed: int = 1
+    splits_gradients: bool = False
 
 
 def build_config(spec: ModelSpec, groups: RoleGroups, options: BuildOptions, rope_scaling: float) -> TransformerConfig:
@@ -72,7 +83,7 @@ def build_config(spec: ModelSpec, groups: RoleGroups, options: BuildOptions, rop
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif options.recompute == "selective":
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_attention_heads=spec.num_heads,
@@ -107,6 +118,9 @@ def build_config(spec: ModelSpec, groups: RoleGroups, options: BuildOptions, rop
         calculate_per_token_loss=True,  # DDP adds gradients up; the losses know their own weight
         **recompute,  # type: ignore[arg-type]
     )
+    # Its constructor allows this only with the overlap of expert parallelism, which is another use of the same option.
+    config.delay_wgrad_compute = options.splits_gradients and uses_transformer_engine()
+    return config
 
 
 def build_block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmodules:
@@ -122,16 +136,20 @@ def build_block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmod
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=DeferredColumnParallelLinear,
             core_attention=SegmentAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=DeferredRowParallelLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
     mlp = ModuleSpec(
         module=MLP,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
+        submodules=MLPSubmodules(
+            linear_fc1=DeferredColumnParallelLinear,
+            linear_fc2=DeferredRowParallelLinear,
+            activation_func=SwiGLU,
+        ),
     )
     layer = ModuleSpec(
         module=TransformerLayer,
@@ -149,14 +167,21 @@ def build_block_spec(spec: ModelSpec, num_layers: int) -> TransformerBlockSubmod
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
-def build_model(spec: ModelSpec, groups: RoleGroups, options: BuildOptions) -> PackedGPT:
-    """Builds this rank's stage; parameters hold no meaningful values until weights are loaded.
+def build_chunks(spec: ModelSpec, groups: RoleGroups, options: BuildOptions) -> tuple[PackedGPT, ...]:
+    """Builds this rank's chunks, first to last; parameters hold no meaningful values until weights are loaded.
 
     A collective of the role where a tied model spans several stages (Megatron joins the two embeddings).
     """
+    return tuple(_build_chunk(spec, groups, options, chunk) for chunk in groups.chunks)
+
+
+def _build_chunk(spec: ModelSpec, groups: RoleGroups, options: BuildOptions, chunk: int) -> PackedGPT:
     topology, at = groups.topology, groups.at
     inv_freq, rope_scaling = compute_frequencies(spec)
-    layers = layer_range(spec.num_layers, topology.pp_size, at.pp)
+    layers = layer_range(spec.num_layers, topology.num_chunks, chunk)
+    is_first, is_last = chunk == 0, chunk == topology.num_chunks - 1
+    is_tied = spec.is_tied and options.head == "policy" and (is_first or is_last)
+    ends_meet = topology.num_chunks > 1 and topology.first_stage == topology.last_stage
     with device.megatron_build_scope():
         if topology.tp_size > 1 and parallel_state._GLOBAL_MEMORY_BUFFER is None:
             parallel_state._set_global_memory_buffer()  # scratch memory of sequence parallelism, shared by all roles
@@ -167,9 +192,9 @@ def build_model(spec: ModelSpec, groups: RoleGroups, options: BuildOptions) -> P
             transformer_layer_spec=build_block_spec(spec, len(layers)),
             vocab_size=spec.padded_vocab(topology.tp_size),
             max_sequence_length=spec.max_positions,
-            pre_process=groups.is_first_stage,
-            post_process=groups.is_last_stage,
-            share_embeddings_and_output_weights=spec.is_tied and options.head == "policy",
+            pre_process=is_first,
+            post_process=is_last,
+            share_embeddings_and_output_weights=is_tied and not ends_meet,
             position_embedding_type="none",
             pg_collection=groups.collection,
         )
@@ -177,7 +202,10 @@ def build_model(spec: ModelSpec, groups: RoleGroups, options: BuildOptions) -> P
         for layer, number in zip(model.decoder.layers, layers, strict=True):
             layer.layer_number = number + 1  # Megatron assumes even stages; 1-based
         _mark_sharded_parameters(model)
-        if options.head == "value" and groups.is_last_stage:
+        model.put_aside = put_gradients_aside(model)
+        if is_tied and ends_meet:
+            _mark_tied_copy(model)
+        if options.head == "value" and is_last:
             model.output_layer = ValueHead(spec.hidden_size, options.dtype, device.device())
         model.to(device.device())
     return model
@@ -196,16 +224,39 @@ def _mark_sharded_parameters(model: PackedGPT) -> None:
                     vars(parameter).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
 
 
-def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters by the names that `layout.py` uses, whatever layers they live in."""
+def _mark_tied_copy(model: PackedGPT) -> None:
+    """Embedding and head of a tied model that lie on one rank in two chunks, a copy each: `reduce_gradients` adds their
+    gradients up, the gradient norm counts one, and replicas cut both alike."""
+    if model.pre_process:
+        vars(model.embedding.word_embeddings.weight).update(shared_embedding=True)
+    else:
+        vars(model.output_layer.weight).update(shared_embedding=True, shared=True)
+        model.is_tied_copy = True
+
+
+def named_weights(chunks: Sequence[PackedGPT]) -> dict[str, torch.Tensor]:
+    """The parameters of a rank's chunks by the names that `layout.py` uses, whatever layers they live in."""
+    return {name: parameter.data for name, parameter in named_parameters(chunks).items()}
+
+
+def named_parameters(chunks: Sequence[PackedGPT]) -> dict[str, torch.nn.Parameter]:
+    """As `named_weights`, the parameters themselves."""
+    named: dict[str, torch.nn.Parameter] = {}
+    for chunk in chunks:
+        named |= _named_in_chunk(chunk)
+    return named
+
+
+def _named_in_chunk(model: PackedGPT) -> dict[str, torch.nn.Parameter]:
     canonical = {te: ours for ours, te in TE_NAMES.items()} if uses_transformer_engine() else {}
-    named: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         head, _, tail = name.partition("decoder.layers.")
         if tail:
             number, _, inner = tail.partition(".")
-            name = f"decoder.layers.{number}.{canonical.get(inner, inner)}"
+            layer = int(vars(model.decoder.layers[int(number)])["layer_number"]) - 1
+            name = f"decoder.layers.{layer}.{canonical.get(inner, inner)}"
         else:
             name = head
-        named[name] = parameter.data
+        named[name] = parameter
     return named

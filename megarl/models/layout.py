@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megarl.parallel.partition import layer_range
+from megarl.parallel.topology import Topology
 
 VOCAB_DIVISOR = 128  # Megatron pads the vocabulary to a multiple of this times TP
 VALUE_HEAD = "score.weight"  # the value head's name in a saved critic, as transformers names a scalar head
@@ -120,13 +121,14 @@ def plan_stage(
     stage: int,
     head: HeadKind = "policy",
 ) -> list[ParamLayout]:
-    """The parameters that one rank holds.
+    """The parameters of one chunk of a model (a pipeline stage has one or several, see `plan_rank`).
 
     Args:
+        pp_size, stage: number of chunks, and which of them.
         head: "policy" puts the output layer on the last stage, "value" a [1, H] value head.
 
     Returns:
-        Layouts by Megatron name, embedding first, head last.
+        Layouts by Megatron name with layers counted over the whole model, embedding first, head last.
 
     Raises:
         ValueError: heads or widths that `tp_size` does not divide.
@@ -137,10 +139,10 @@ def plan_stage(
     vocab = Rule("vocab", (family.embedding,))
     if stage == 0:
         layouts.append(_layout("embedding.word_embeddings.weight", vocab, "", spec, tp_size, tp_rank))
-    for local, layer in enumerate(layer_range(spec.num_layers, pp_size, stage)):
+    for layer in layer_range(spec.num_layers, pp_size, stage):
         for name, rule in family.layer.items():
             prefix = family.layer_prefix.format(layer=layer)
-            layouts.append(_layout(f"decoder.layers.{local}.{name}", rule, prefix, spec, tp_size, tp_rank))
+            layouts.append(_layout(f"decoder.layers.{layer}.{name}", rule, prefix, spec, tp_size, tp_rank))
     if is_last:
         norm = Rule("replicated", (family.final_norm,))
         layouts.append(_layout("decoder.final_layernorm.weight", norm, "", spec, tp_size, tp_rank))
@@ -154,6 +156,17 @@ def plan_stage(
             copy = _layout("output_layer.weight", vocab, "", spec, tp_size, tp_rank)
             layouts.append(ParamLayout(copy.name, copy.shape, copy.slices, copy.is_replicated, is_tied_copy=True))
     return layouts
+
+
+def plan_rank(
+    family: Family, spec: ModelSpec, topology: Topology, tp_rank: int, stage: int, head: HeadKind = "policy"
+) -> list[ParamLayout]:
+    """The parameters that a rank of this grid holds: those of all its chunks, first to last."""
+    return [
+        layout
+        for chunk in topology.chunks_of(stage)
+        for layout in plan_stage(family, spec, topology.tp_size, tp_rank, topology.num_chunks, chunk, head)
+    ]
 
 
 def hf_shapes(family: Family, spec: ModelSpec, head: HeadKind = "policy") -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megarl.models.deferred import PutAside
 from megarl.models.rope import Rope
 from megarl.models.segments import PackedSegments
 
@@ -26,6 +27,8 @@ class PackedGPT(GPTModel):
     """
 
     rope: Rope
+    put_aside: PutAside  # weight gradients that a schedule computes later than the input's
+    is_tied_copy: bool = False  # the head is a copy of an embedding that another chunk of this rank holds
 
     def _preprocess(
         self,

@@ -8,11 +8,14 @@ the `GroupCache` that the caller holds. A rank outside the role takes part in th
 from __future__ import annotations
 
 import datetime
+import itertools
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megarl import device
 from megarl.parallel.topology import Coordinates, Topology
 
 
@@ -38,25 +41,33 @@ class RoleGroups:
     """One rank's place in a role and the groups it belongs to.
 
     `everyone` holds all ranks of the role; `collection` is what Megatron's models, DDP, optimizer and gradient
-    finalisation are given. Activations and gradients travel between stages over a group each (`forward_pp`,
-    `backward_pp`): NCCL runs the transfers of one group in order, and one waiting for its peer must not hold up the
-    other direction.
+    finalisation are given. Tensors travel between stages over a group for each direction, to higher stages (`up_pp`)
+    and to lower ones (`down_pp`): NCCL runs the transfers of one group and pair of ranks in order, and one waiting for
+    its peer must not hold up the other direction. A transfer that takes longer than `timeout_s` ends the job.
     """
 
     topology: Topology
     at: Coordinates
     collection: ProcessGroupCollection
     everyone: dist.ProcessGroup
-    forward_pp: dist.ProcessGroup
-    backward_pp: dist.ProcessGroup
+    up_pp: dist.ProcessGroup
+    down_pp: dist.ProcessGroup
+    timeout_s: float
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks of the model that this rank runs."""
+        return self.topology.chunks_of(self.at.pp)
 
     @property
     def is_first_stage(self) -> bool:
-        return self.at.pp == 0
+        """Whether this rank runs the model's beginning."""
+        return self.at.pp == self.topology.first_stage
 
     @property
     def is_last_stage(self) -> bool:
-        return self.at.pp == self.topology.pp_size - 1
+        """Whether this rank runs the model's end."""
+        return self.at.pp == self.topology.last_stage
 
     def peer(self, stage: int) -> int:
         """The global rank that holds pipeline stage `stage` of this rank's replica."""
@@ -80,16 +91,17 @@ def build_groups(topology: Topology, cache: GroupCache) -> RoleGroups | None:
 
     make("tp", topology.groups("tp"))
     make("pp", topology.groups("pp"))
-    make("forward_pp", topology.groups("pp"), "forward")
-    make("backward_pp", topology.groups("pp"), "backward")
+    make("up_pp", topology.groups("pp"), "up")
+    make("down_pp", topology.groups("pp"), "down")
     make("dp", topology.groups("dp"))
     make("mp", topology.groups("tp", "pp"))
     make("tp_dp", topology.groups("tp", "dp"))
     make("everyone", topology.groups("tp", "dp", "pp"))
     make("alone", [(each,) for each in topology.ranks])
     pipelines = topology.groups("pp")
-    make("embd", [(ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in pipelines])
-    make("pos_embd", [(ranks[0],) for ranks in pipelines])
+    ends = sorted({topology.first_stage, topology.last_stage})
+    make("embd", [tuple(ranks[stage] for stage in ends) for ranks in pipelines])
+    make("pos_embd", [(ranks[topology.first_stage],) for ranks in pipelines])
     if rank not in topology:
         return None
 
@@ -115,11 +127,30 @@ def build_groups(topology: Topology, cache: GroupCache) -> RoleGroups | None:
         inter_dist_opt=alone,
         intra_dist_opt=mine["everyone"],
     )
-    return RoleGroups(
+    groups = RoleGroups(
         topology=topology,
         at=topology.coordinates(rank),
         collection=collection,
         everyone=mine["everyone"],
-        forward_pp=mine["forward_pp"],
-        backward_pp=mine["backward_pp"],
+        up_pp=mine["up_pp"],
+        down_pp=mine["down_pp"],
+        timeout_s=cache.timeout_s,
     )
+    _open_channels(groups)
+    return groups
+
+
+def _open_channels(groups: RoleGroups) -> None:
+    """Sends one number through every channel that the chunks use, pair by pair in the same order on all ranks.
+
+    NCCL connects two ranks at their first transfer, and both wait there: in the middle of a schedule, where each may
+    first talk to another, they would wait for ever.
+    """
+    stages, own = groups.topology.chunk_stages, groups.at.pp
+    for one, other in sorted({(min(pair), max(pair)) for pair in itertools.pairwise(stages) if pair[0] != pair[1]}):
+        for source, target, group in ((one, other, groups.up_pp), (other, one, groups.down_pp)):
+            token = torch.zeros(1, device=device.device())
+            if own == source:
+                dist.send(token, dst=groups.peer(target), group=group)
+            elif own == target:
+                dist.recv(token, src=groups.peer(source), group=group)

@@ -35,6 +35,9 @@ class Coordinates:
 class Topology:
     """A role's grid; `ranks` are global ranks, rising, and need not be neighbours.
 
+    `chunk_stages` says which stage runs each chunk of the model, in the model's order (see `schedule.py`); the default
+    is one chunk a stage, in order.
+
     The invariant: `len(ranks) == tp_size * pp_size * dp_size`. Ranks rise because torch sorts the ranks of a group:
     a rank's place in its group is then its place in the grid.
     """
@@ -44,8 +47,14 @@ class Topology:
     pp_size: int = 1
     dp_size: int = 1
     order: Order = "tp-dp-pp"
+    chunk_stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.chunk_stages:
+            object.__setattr__(self, "chunk_stages", tuple(range(self.pp_size)))
+        assert set(self.chunk_stages) == set(range(self.pp_size)), (
+            f"chunks on stages {self.chunk_stages} of a grid with pp={self.pp_size}"
+        )
         assert len(self.ranks) == self.tp_size * self.pp_size * self.dp_size, (
             f"{len(self.ranks)} ranks cannot form tp={self.tp_size} pp={self.pp_size} dp={self.dp_size}"
         )
@@ -53,6 +62,24 @@ class Topology:
 
     def __contains__(self, rank: int) -> bool:
         return rank in self.ranks
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunk_stages)
+
+    @property
+    def first_stage(self) -> int:
+        """The stage of the model's beginning: it embeds tokens."""
+        return self.chunk_stages[0]
+
+    @property
+    def last_stage(self) -> int:
+        """The stage of the model's end: it has the head."""
+        return self.chunk_stages[-1]
+
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
+        """The chunks that `stage` runs, first to last."""
+        return tuple(chunk for chunk, at in enumerate(self.chunk_stages) if at == stage)
 
     def rank_at(self, tp: int, dp: int, pp: int) -> int:
         """The global rank at these coordinates."""

@@ -1,12 +1,16 @@
 """Forward-only passes: log-probs of actor and reference, values of the critic, for every policy token of a batch.
 
-Each data-parallel replica of the role takes its share of the sequences, its last stage computes the scores, and all
+    passes on the same ranks with as many stages ──> one stream of micro-batches, never drained between models
+
+Each data-parallel replica of a role takes its share of the sequences, its last stage computes the scores, and all
 ranks of the job get all of them. A rank outside the role only receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,71 +18,137 @@ from torch import Tensor
 from megarl import device
 from megarl.models.forward import compute_logprobs, compute_values, hidden_shape, run_stage
 from megarl.models.micro_batch import MicroBatch, build_micro_batch, plan_replicas
-from megarl.parallel.pipeline import run_pipeline
-from megarl.parallel.schedule import plan_forward_only
+from megarl.parallel.picker import pick_stream
+from megarl.parallel.pipeline import StageModel, run_instructions
+from megarl.parallel.schedule import ModelPlan
 from megarl.parallel.transfer import share_token_scores
 from megarl.records import PackedBatch
+from megarl.trainer.measured_costs import PipelineRun, Profile
 from megarl.trainer.roles import Role
 
 Score = Callable[[Tensor, MicroBatch], Tensor]
 
 
-def annotate_logprobs(role: Role | None, batch: PackedBatch, temperature: float) -> Tensor:
-    """[T] fp32 on every rank: the role's log-probs of the policy tokens at the sampling temperature."""
+@dataclass(frozen=True)
+class Pass:
+    """One model's pass over a batch. `name`: of the scores; `role`: None on a rank outside of it; `score`: last stage's
+    hidden states -> [K] scores of the micro-batch's policy tokens.
+    """
+
+    name: str
+    role: Role | None
+    score: Score
+
+
+def logprob_pass(name: str, role: Role | None, temperature: float) -> Pass:
+    """The role's log-probs of the policy tokens at the sampling temperature."""
 
     def score(hidden: Tensor, micro: MicroBatch) -> Tensor:
         assert role is not None
         return compute_logprobs(role.model, hidden, micro, role.groups, temperature, role.num_ids)[0]
 
-    return _annotate(role, batch, score)
+    return Pass(name, role, score)
 
 
-def annotate_values(role: Role | None, batch: PackedBatch) -> Tensor:
-    """[T] fp32 on every rank: the critic's values of the states before the policy tokens."""
+def value_pass(name: str, role: Role | None) -> Pass:
+    """The critic's values of the states before the policy tokens."""
 
     def score(hidden: Tensor, micro: MicroBatch) -> Tensor:
         assert role is not None
         return compute_values(role.model, hidden, micro, role.groups)
 
-    return _annotate(role, batch, score)
+    return Pass(name, role, score)
 
 
 @torch.no_grad()
-def _annotate(role: Role | None, batch: PackedBatch, score: Score) -> Tensor:
-    own, index = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    if role is not None:
-        scores, indices = _run_forward(role, batch, score)
-        at = role.groups.at
-        if scores and at.tp == 0:
-            own, index = torch.cat(scores), torch.cat(indices)
-    return share_token_scores({"scores": own}, index, batch.num_tokens)["scores"]
+def annotate(
+    passes: Sequence[Pass], batch: PackedBatch, profile: Profile | None = None
+) -> tuple[dict[str, Tensor], list[PipelineRun]]:
+    """Runs passes over a batch; a collective of the world.
+
+    Returns:
+        By name of the pass, [T] fp32 scores on every rank, 0 for tokens that are not the policy's; and how the streams
+        ran that this rank is part of.
+    """
+    runs: list[PipelineRun] = []
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {each.name: [] for each in passes}
+    for stream in group_streams(passes):
+        runs.append(_run_stream(stream, batch, profile or Profile(), parts))
+    shared: dict[str, Tensor] = {}
+    for each in passes:
+        own, index = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+        if parts[each.name] and each.role is not None and each.role.groups.at.tp == 0:
+            own, index = (torch.cat(tensors) for tensors in zip(*parts[each.name], strict=True))
+        shared |= share_token_scores({each.name: own}, index, batch.num_tokens)
+    return shared, runs
 
 
-def _run_forward(role: Role, batch: PackedBatch, score: Score) -> tuple[list[Tensor], list[Tensor]]:
-    """Scores and their packed positions by micro-batch; empty except on the last stage."""
-    topology, at = role.groups.topology, role.groups.at
-    everything = range(batch.num_sequences)
-    plans = plan_replicas(batch, everything, topology.dp_size, role.max_tokens, role.max_sequences)
-    micros = [build_micro_batch(batch, rows, topology.tp_size) for rows in plans[at.dp]]
-    scores: list[Tensor] = []
-    indices: list[Tensor] = []
+def annotate_logprobs(role: Role | None, batch: PackedBatch, temperature: float) -> Tensor:
+    """[T] fp32 on every rank: the role's log-probs of the policy tokens at the sampling temperature."""
+    return annotate([logprob_pass("logprobs", role, temperature)], batch)[0]["logprobs"]
 
-    def forward(m: int, received: Tensor | None) -> Tensor:
-        hidden = run_stage(role.model, micros[m], received)
-        if role.groups.is_last_stage:
-            scores.append(score(hidden, micros[m]).cpu())
-            indices.append(micros[m].token_index)
+
+def annotate_values(role: Role | None, batch: PackedBatch) -> Tensor:
+    """[T] fp32 on every rank: the critic's values of the states before the policy tokens."""
+    return annotate([value_pass("values", role)], batch)[0]["values"]
+
+
+def group_streams(passes: Sequence[Pass]) -> list[list[Pass]]:
+    """This rank's passes that run as one stream: on the same ranks, with as many stages and as many chunks on each."""
+    streams: dict[tuple[tuple[int, ...], int, int], list[Pass]] = {}
+    for each in passes:
+        if each.role is not None:
+            topology = each.role.groups.topology
+            streams.setdefault((topology.ranks, topology.pp_size, topology.num_chunks), []).append(each)
+    return list(streams.values())
+
+
+def _run_stream(
+    passes: Sequence[Pass], batch: PackedBatch, profile: Profile, parts: dict[str, list[tuple[Tensor, Tensor]]]
+) -> PipelineRun:
+    """Runs passes as one stream and adds (scores, positions) of this rank to `parts`."""
+    lengths = batch.lengths.tolist()
+    plans: list[ModelPlan] = []
+    models: dict[str, StageModel] = {}
+    work: dict[str, tuple[float, ...]] = {}
+    for each in passes:
+        role = each.role
+        assert role is not None, f"{each.name}: the ranks of a stream have all its roles"
+        topology = role.groups.topology
+        everything = range(batch.num_sequences)
+        cuts = plan_replicas(batch, everything, topology.dp_size, role.max_tokens, role.max_sequences)
+        micros = [build_micro_batch(batch, rows, topology.tp_size) for rows in cuts[role.groups.at.dp]]
+        plans.append(ModelPlan(each.name, topology.chunk_stages, (len(micros),), trains=False))
+        work[each.name] = tuple(
+            max(1.0, *(float(sum(lengths[row] for row in rows)) for rows in parts_of))
+            for parts_of in zip(*cuts, strict=True)
+        )
+        models[each.name] = _build_stage_model(each, role, micros, parts[each.name])
+    picked = pick_stream(plans, profile.costs(plans, work))
+    roles = [each.role for each in passes if each.role is not None]
+    was_training = [chunk.training for role in roles for chunk in role.chunks]
+    for chunk in (chunk for role in roles for chunk in role.chunks):
+        chunk.eval()
+    begin = time.perf_counter()
+    stage = roles[0].groups.at.pp
+    with device.megatron_scope():
+        spans = run_instructions(picked.schedule, stage, models)
+    seconds = time.perf_counter() - begin
+    for chunk, before in zip((chunk for role in roles for chunk in role.chunks), was_training, strict=True):
+        chunk.train(before)
+    return PipelineRun(picked, stage, tuple(spans), work, seconds)
+
+
+def _build_stage_model(
+    each: Pass, role: Role, micros: Sequence[MicroBatch], parts: list[tuple[Tensor, Tensor]]
+) -> StageModel:
+    chunks = dict(zip(role.groups.chunks, role.chunks, strict=True))
+
+    def forward(chunk: int, m: int, received: Tensor | None) -> Tensor:
+        hidden = run_stage(chunks[chunk], micros[m], received)
+        if chunk == role.groups.topology.num_chunks - 1:
+            parts.append((each.score(hidden, micros[m]).cpu(), micros[m].token_index))
         return hidden
 
-    was_training = role.model.training
-    role.model.eval()
-    with device.megatron_scope():
-        run_pipeline(
-            plan_forward_only(len(micros)),
-            forward,
-            [hidden_shape(micro, role.groups, role.spec.hidden_size) for micro in micros],
-            role.dtype,
-            role.groups,
-        )
-    role.model.train(was_training)
-    return scores, indices
+    shapes = [hidden_shape(micro, role.groups, role.spec.hidden_size) for micro in micros]
+    return StageModel(forward, shapes, role.dtype, role.groups)

@@ -12,9 +12,11 @@ from torch import Tensor
 from megarl import device
 from megarl.models.forward import hidden_shape, run_stage, unwrap
 from megarl.models.micro_batch import build_micro_batch
+from megarl.parallel.costs import ratio_costs_of
 from megarl.parallel.partition import plan_micro_batches
-from megarl.parallel.pipeline import run_pipeline
-from megarl.parallel.schedule import plan_forward_only
+from megarl.parallel.picker import pick_stream
+from megarl.parallel.pipeline import StageModel, run_instructions
+from megarl.parallel.schedule import ModelPlan
 from megarl.records import PackedBatch
 from megarl.trainer.roles import Role
 
@@ -40,9 +42,11 @@ def _run(role: Role, sequences: Sequence[Sequence[int]]) -> Tensor:
     micros = [build_micro_batch(batch, rows, topology.tp_size) for rows in plans]
     logits = torch.zeros(len(sequences), role.spec.vocab_size)
 
-    def forward(m: int, received: Tensor | None) -> Tensor:
-        hidden = run_stage(role.model, micros[m], received)
-        if groups.is_last_stage:
+    chunks = dict(zip(groups.chunks, role.chunks, strict=True))
+
+    def forward(chunk: int, m: int, received: Tensor | None) -> Tensor:
+        hidden = run_stage(chunks[chunk], micros[m], received)
+        if chunk == topology.num_chunks - 1:
             logits[plans[m]] = last_logits(hidden, [len(sequences[row]) for row in plans[m]])
         return hidden
 
@@ -56,17 +60,16 @@ def _run(role: Role, sequences: Sequence[Sequence[int]]) -> Tensor:
         return torch.cat(parts, dim=-1)[:, : role.spec.vocab_size]
 
     was_training = role.model.training
-    role.model.eval()
+    for chunk in role.chunks:
+        chunk.eval()
+    plan = ModelPlan(role.name, topology.chunk_stages, (len(micros),), trains=False)
+    schedule = pick_stream([plan], ratio_costs_of([plan])).schedule
+    shapes = [hidden_shape(micro, groups, role.spec.hidden_size) for micro in micros]
     with device.megatron_scope():
-        run_pipeline(
-            plan_forward_only(len(micros)),
-            forward,
-            [hidden_shape(micro, groups, role.spec.hidden_size) for micro in micros],
-            role.dtype,
-            groups,
-        )
-    role.model.train(was_training)
-    dist.broadcast(logits, src=groups.peer(topology.pp_size - 1), group=groups.collection.pp)
+        run_instructions(schedule, groups.at.pp, {role.name: StageModel(forward, shapes, role.dtype, groups)})
+    for chunk in role.chunks:
+        chunk.train(was_training)
+    dist.broadcast(logits, src=groups.peer(topology.last_stage), group=groups.collection.pp)
     logits[:, role.num_ids :] = -torch.inf
     return logits
 

@@ -79,14 +79,19 @@ def _view(storage: torch.UntypedStorage) -> Tensor:
 def list_gradients(role: Role) -> list[Tensor]:
     """The gradient buffers of a trained role."""
     assert role.training is not None, f"role {role.name} has no gradients"
-    model = role.training.model
-    return [buffer.grad_data for buffer in [*model.buffers, *model.expert_parallel_buffers]]
+    buffers = [buffer for chunk in role.training.chunks for buffer in vars(chunk)["buffers"]]
+    return [buffer.grad_data for buffer in buffers]
+
+
+def list_parameters(role: Role) -> list[Tensor]:
+    """The weights of a role, trained or not."""
+    return [parameter for chunk in role.chunks for parameter in chunk.parameters()]
 
 
 def list_optimizer_state(role: Role) -> list[Tensor]:
     """Masters and moments of a trained role; a master that is the parameter itself is not listed."""
     assert role.training is not None, f"role {role.name} has no optimizer"
-    own = {parameter.untyped_storage().data_ptr() for parameter in role.model.parameters()}
+    own = {parameter.untyped_storage().data_ptr() for parameter in list_parameters(role)}
     found: list[Tensor] = []
     for part in role.training.optimizer.chained_optimizers:
         inner = getattr(part, "optimizer", None)
@@ -116,7 +121,7 @@ class Offload:
         if self._options.optimizer and "optimizer" not in self._parked:
             self._parked["optimizer"] = park_(list_optimizer_state(self._role), keeps_contents=True)
         if self._options.params and not keeps_params and "params" not in self._parked:
-            self._parked["params"] = park_(self._role.model.parameters(), keeps_contents=True)
+            self._parked["params"] = park_(list_parameters(self._role), keeps_contents=True)
         device.release_cached_memory()
 
     def return_params(self) -> None:

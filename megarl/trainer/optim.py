@@ -6,7 +6,9 @@ nothing, on all ranks of the role alike, because all see the same norm.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megarl import device
+from megarl.models.forward import unwrap
 from megarl.models.packed_gpt import PackedGPT
 from megarl.parallel.groups import RoleGroups
 from megarl.parallel.topology import Topology
@@ -69,16 +72,26 @@ def shards_optimizer(topology: Topology) -> bool:
 
 
 def wrap_for_training(model: PackedGPT, groups: RoleGroups) -> DistributedDataParallel:
-    """Megatron's DDP: fp32 gradients in contiguous buffers, added up (not averaged) over data-parallel ranks."""
+    """Megatron's DDP around a chunk: fp32 gradients in contiguous buffers, added up (not averaged) over data-parallel
+    ranks; `start_grad_sync` begins that without waiting.
+
+    Its own overlap counts the gradients of each backward, which it does not see when weight gradients come later. So
+    its hooks are told of no overlap, and only the buckets know that they are started early.
+    """
     options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=shards_optimizer(groups.topology)
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=shards_optimizer(groups.topology),
+        delay_wgrad_compute=model.config.delay_wgrad_compute,
     )
     with device.megatron_build_scope():
-        return DistributedDataParallel(model.config, options, model, pg_collection=groups.collection)
+        wrapped = DistributedDataParallel(model.config, options, model, pg_collection=groups.collection)
+    for bucket_group in wrapped.bucket_groups:
+        bucket_group.ddp_config = dataclasses.replace(options, overlap_grad_reduce=True)
+    return wrapped
 
 
 def build_optimizer(
-    model: DistributedDataParallel, groups: RoleGroups, options: AdamOptions, dtype: torch.dtype
+    chunks: Sequence[DistributedDataParallel], groups: RoleGroups, options: AdamOptions, dtype: torch.dtype
 ) -> ChainedOptimizer:
     """Distributed Adam (AdamW), its fp32 masters taken from the weights as they are now: load weights first.
 
@@ -98,7 +111,7 @@ def build_optimizer(
     )
     with device.megatron_build_scope():
         optimizer = get_megatron_optimizer(
-            config, [model], use_gloo_process_groups=False, pg_collection=groups.collection
+            config, list(chunks), use_gloo_process_groups=False, pg_collection=groups.collection
         )
     assert isinstance(optimizer, ChainedOptimizer), f"Megatron built a {type(optimizer).__name__}"
     return optimizer
@@ -114,10 +127,29 @@ def attend_optimizer_build() -> None:
         dist.all_gather_object([None] * dist.get_world_size(), [])
 
 
-def reduce_gradients(model: DistributedDataParallel, groups: RoleGroups) -> None:
-    """Adds gradients up over data-parallel ranks, norms' over tensor-parallel ranks, tied embeddings' over stages."""
+def reduce_gradients(chunks: Sequence[DistributedDataParallel], groups: RoleGroups) -> None:
+    """Adds gradients up over data-parallel ranks (or waits where that has begun), norms' over tensor-parallel ranks,
+    tied embeddings' over stages, or over the two chunks of this rank that hold them."""
     with device.megatron_scope():
-        finalize_model_grads([model], None, pg_collection=groups.collection)
+        for chunk in chunks:
+            for bucket_group in chunk.bucket_groups:
+                if bucket_group.grad_reduce_handle is None:
+                    bucket_group.start_grad_sync()
+        finalize_model_grads(list(chunks), None, pg_collection=groups.collection)
+    last = unwrap(chunks[-1])
+    if last.is_tied_copy:
+        embedding = vars(unwrap(chunks[0]).embedding.word_embeddings.weight)["main_grad"]
+        head = vars(last.output_layer.weight)["main_grad"]
+        head.copy_(embedding.add_(head))
+
+
+def gather_gradients(chunks: Sequence[DistributedDataParallel], groups: RoleGroups) -> None:
+    """Whole gradients on every replica, where `reduce_gradients` left each replica its share."""
+    if not shards_optimizer(groups.topology):
+        return
+    for bucket in (bucket for chunk in chunks for group in chunk.bucket_groups for bucket in group.buckets):
+        shard = bucket.grad_data.view(groups.topology.dp_size, -1)[groups.at.dp].clone()
+        dist.all_gather_into_tensor(bucket.grad_data, shard, group=groups.collection.dp)
 
 
 def apply_step(optimizer: ChainedOptimizer, lr: float, options: AdamOptions) -> StepResult:

@@ -9,9 +9,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megarl import device
-from megarl.models.build import BuildOptions, build_model, named_weights
-from megarl.models.forward import unwrap
-from megarl.models.layout import Family, ModelSpec, ParamLayout, plan_stage
+from megarl.models.build import BuildOptions, build_chunks, named_parameters, named_weights
+from megarl.models.layout import Family, ModelSpec, ParamLayout, plan_rank
 from megarl.models.packed_gpt import PackedGPT
 from megarl.models.registry import read_model_spec
 from megarl.parallel.groups import RoleGroups
@@ -21,18 +20,24 @@ from megarl.weights.hf import HFFolder, check_folder, load_shard
 
 @dataclass(frozen=True)
 class Training:
-    """What a role that learns has more than one that only scores."""
+    """What a role that learns has more than one that only scores; `chunks` as the role's, in Megatron's DDP."""
 
-    model: DistributedDataParallel
+    chunks: tuple[DistributedDataParallel, ...]
     optimizer: ChainedOptimizer
     adam: AdamOptions
     schedule: LRSchedule
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The last chunk; the only one where a stage has one."""
+        return self.chunks[-1]
 
 
 @dataclass(frozen=True)
 class Role:
     """One rank's part of a role.
 
+    `chunks`: the parts of the model that this rank runs, first to last (`groups.chunks` numbers them).
     `max_tokens`, `max_sequences` bound a micro-batch; `layouts` says what of the checkpoint this rank holds.
     `num_ids`: token ids from here on take no probability mass: padding of the vocabulary, and rows of a table that is
     larger than the tokenizer, which the sampler never draws either.
@@ -43,7 +48,7 @@ class Role:
     family: Family
     spec: ModelSpec
     dtype: torch.dtype
-    model: PackedGPT
+    chunks: tuple[PackedGPT, ...]
     layouts: tuple[ParamLayout, ...]
     num_ids: int
     max_tokens: int
@@ -51,13 +56,22 @@ class Role:
     training: Training | None = None
 
     @property
-    def runs(self) -> torch.nn.Module:
-        """The module to call in a forward pass."""
-        return self.model if self.training is None else self.training.model
+    def model(self) -> PackedGPT:
+        """This rank's last chunk: on the rank that runs the model's end, the one with the head."""
+        return self.chunks[-1]
+
+    def runs(self, chunk: int) -> torch.nn.Module:
+        """The module to call in a forward pass of this chunk."""
+        at = self.groups.chunks.index(chunk)
+        return self.chunks[at] if self.training is None else self.training.chunks[at]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """This rank's parameters by layout name, live."""
-        return named_weights(unwrap(self.model))
+        return named_weights(self.chunks)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The fp32 gradient buffers of this rank's parameters by layout name, live; for a role that learns."""
+        return {name: vars(parameter)["main_grad"] for name, parameter in named_parameters(self.chunks).items()}
 
 
 def build_role(
@@ -94,18 +108,19 @@ def build_role(
         return None
     family, spec = read_model_spec(model_path)
     topology, at = groups.topology, groups.at
-    layouts = tuple(plan_stage(family, spec, topology.tp_size, at.tp, topology.pp_size, at.pp, head=options.head))
+    layouts = tuple(plan_rank(family, spec, topology, at.tp, at.pp, options.head))
     source = HFFolder(model_path, family)
     check_folder(source, family, spec, options.head)
-    model = build_model(spec, groups, options)
-    load_shard(source, layouts, named_weights(model))
+    chunks = build_chunks(spec, groups, options)
+    load_shard(source, layouts, named_weights(chunks))
     training = None
     if learns is None:
-        model.requires_grad_(False)
-        model.eval()
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            chunk.eval()
     else:
         adam, schedule = learns
-        wrapped = wrap_for_training(model, groups)
+        wrapped = tuple(wrap_for_training(chunk, groups) for chunk in chunks)
         training = Training(wrapped, build_optimizer(wrapped, groups, adam, options.dtype), adam, schedule)
     device.release_cached_memory()
     return Role(
@@ -114,7 +129,7 @@ def build_role(
         family=family,
         spec=spec,
         dtype=options.dtype,
-        model=model,
+        chunks=chunks,
         layouts=layouts,
         num_ids=min(num_ids or spec.vocab_size, spec.vocab_size),
         max_tokens=max_tokens,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.models.layout import Family, ModelSpec, ParamLayout, Rule, hf_shapes, plan_stage
+from megarl.models.layout import Family, ModelSpec, ParamLayout, Rule, hf_shapes, plan_rank
 from megarl.parallel.topology import Topology
 
 ENGINE_VOCAB_DIVISOR = 64  # vLLM pads the vocabulary to a multiple of this, whatever the engine's TP
@@ -68,7 +68,7 @@ def list_trainer_shards(family: Family, spec: ModelSpec, topology: Topology) -> 
     for rank in topology.ranks:
         at = topology.coordinates(rank)
         if (at.tp, at.pp) not in by_place:
-            layouts = plan_stage(family, spec, topology.tp_size, at.tp, topology.pp_size, at.pp)
+            layouts = plan_rank(family, spec, topology, at.tp, at.pp)
             by_place[at.tp, at.pp] = [_shard_of_layout(layout) for layout in layouts]
         held[rank] = by_place[at.tp, at.pp]
     return held

@@ -25,8 +25,9 @@ def gather_hf_tensors(
     where: torch.device,
     head: HeadKind = "policy",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, whole tensor) for every tensor of the model. A collective of the world: every rank
-    must run the iterator to its end.
+    """Yields (Hugging Face name, whole tensor) for every tensor of the model, in the model's order.
+
+    A collective of the world: every rank must run the iterator to its end.
 
     Args:
         topology: the role's grid.
@@ -36,9 +37,9 @@ def gather_hf_tensors(
     """
     shapes = hf_shapes(family, spec, head)
     rank = dist.get_rank()
-    for stage in range(topology.pp_size):
+    for chunk, stage in enumerate(topology.chunk_stages):
         shards = [
-            plan_stage(family, spec, topology.tp_size, tp_rank, topology.pp_size, stage, head)
+            plan_stage(family, spec, topology.tp_size, tp_rank, topology.num_chunks, chunk, head)
             for tp_rank in range(topology.tp_size)
         ]
         for layouts in zip(*shards, strict=True):

@@ -13,9 +13,11 @@ from megarl import device
 from megarl.models import forward as stages
 from megarl.models.build import BuildOptions
 from megarl.models.micro_batch import build_micro_batch
+from megarl.parallel.costs import ratio_costs_of
 from megarl.parallel.groups import GroupCache, build_groups
-from megarl.parallel.pipeline import run_pipeline
-from megarl.parallel.schedule import plan_forward_only
+from megarl.parallel.picker import pick_stream
+from megarl.parallel.pipeline import StageModel, run_instructions
+from megarl.parallel.schedule import ModelPlan
 from megarl.parallel.topology import plan_topology
 from megarl.parallel.transfer import share_token_scores
 from megarl.records import PackedBatch
@@ -65,7 +67,7 @@ def run_case(world_size: int, path: str, tp: int, pp: int, vocab_size: int, cach
     if role is not None:
         micro = build_micro_batch(batch, range(batch.num_sequences), tp)
 
-        def forward(m: int, received: Tensor | None) -> Tensor:
+        def forward(chunk: int, m: int, received: Tensor | None) -> Tensor:
             nonlocal own, index
             hidden = stages.run_stage(role.model, micro, received)
             if role.groups.is_last_stage:
@@ -76,7 +78,11 @@ def run_case(world_size: int, path: str, tp: int, pp: int, vocab_size: int, cach
 
         shape = stages.hidden_shape(micro, role.groups, role.spec.hidden_size)
         with device.megatron_scope():
-            run_pipeline(plan_forward_only(1), forward, [shape], torch.float32, role.groups)
+            plan = ModelPlan("actor", role.groups.topology.chunk_stages, (1,), trains=False)
+            schedule = pick_stream([plan], ratio_costs_of([plan])).schedule
+            run_instructions(
+                schedule, role.groups.at.pp, {"actor": StageModel(forward, [shape], torch.float32, role.groups)}
+            )
     shared = share_token_scores({"logprobs": own[0], "entropy": own[1]}, index, batch.num_tokens)
     return torch.stack([shared["logprobs"], shared["entropy"]])
 

@@ -13,7 +13,7 @@ from megarl.models.forward import compute_logprobs
 from megarl.parallel.groups import GroupCache, build_groups
 from megarl.parallel.topology import plan_topology
 from megarl.trainer.annotate import annotate_logprobs
-from megarl.trainer.offload import Offload, OffloadOptions, bring_back_, park_
+from megarl.trainer.offload import Offload, OffloadOptions, bring_back_, list_parameters, park_
 from megarl.trainer.optim import AdamOptions, LRSchedule
 from megarl.trainer.roles import build_role
 from megarl.trainer.update import update_role
@@ -37,7 +37,7 @@ def train(world_size: int, path: str, dtype: torch.dtype, tp: int, is_parked: bo
         offload.leave()
         parked.append(offload.parked_bytes)
         if is_parked:
-            assert all(parameter.untyped_storage().nbytes() == 0 for parameter in role.model.parameters())
+            assert all(parameter.untyped_storage().nbytes() == 0 for parameter in list_parameters(role))
         offload.return_params()
         old = annotate_logprobs(role, batch, 1.0)
         offload.return_all()
@@ -54,7 +54,7 @@ def train(world_size: int, path: str, dtype: torch.dtype, tp: int, is_parked: bo
     return {
         "weights": {name: tensor.clone() for name, tensor in role.weights().items()},
         "parked": parked,
-        "num_params": sum(parameter.numel() for parameter in role.model.parameters()),
+        "num_params": sum(parameter.numel() for parameter in list_parameters(role)),
     }
 
 

@@ -47,7 +47,7 @@ def compute(rank: int, world_size: int, path: str, tp: int) -> list[tuple[int, T
             logprobs, _ = compute_logprobs(role.model, hidden, micro, role.groups, 1.0, role.num_ids)
             (logprobs * weights[micro.token_index]).sum().backward()
         scores = torch.zeros(batch.num_tokens).index_put((micro.token_index,), logprobs.detach())
-        reduce_gradients(role.training.model, role.groups)
+        reduce_gradients(role.training.chunks, role.groups)
         grads = {name: vars(parameter)["main_grad"].clone() for name, parameter in role.model.named_parameters()}
         results.append((micro.num_tokens, scores, grads))
     return results

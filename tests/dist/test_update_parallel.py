@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from megarl import device
-from megarl.algo.reduce import AggregationMode
 from megarl.algo.objective import policy_objective, value_objective
+from megarl.algo.reduce import AggregationMode
 from megarl.models.build import BuildOptions
 from megarl.models.layout import HeadKind
+from megarl.models.registry import read_model_spec
 from megarl.models.forward import compute_logprobs, compute_logprobs_of_logits, compute_values, run_policy_head
 from megarl.parallel.groups import GroupCache, build_groups
-from megarl.parallel.topology import plan_topology
+from megarl.parallel.picker import Choice, plan_chunk_stages
+from megarl.parallel.topology import Topology, plan_topology
 from megarl.trainer.annotate import annotate_logprobs, annotate_values
 from megarl.trainer.optim import AdamOptions, LRSchedule
+from megarl.trainer.measured_costs import Profile
 from megarl.trainer.roles import Role, build_role
-from megarl.trainer.update import Objective, update_role
+from megarl.trainer.update import PipelineOptions, Task, update_roles
 from megarl.weights.gather import gather_hf_tensors
 from tests.ranks import run_ranks
 from tests.tiny import build_batch, save_hf_model
@@ -41,6 +44,9 @@ class Grid:
     critic: tuple[int, int] = (1, 1)
     max_tokens: int = 4096
     head: str = "recompute"  # how the actor's last stage gets from hidden states to the loss: or "one_pass", "logits"
+    schedule: Choice = "1f1b"
+    together: bool = False  # both updates in one schedule
+    recompute: str = "none"
 
     @property
     def ranks(self) -> list[int]:
@@ -63,11 +69,18 @@ def run_cases(rank: int, world_size: int, cases: list[tuple[str, Grid]]) -> list
     return [run_one_step(world_size, path, grid, cache) for path, grid in cases]
 
 
+def plan_grid(name: str, world_size: int, path: str, grid: Grid) -> Topology:
+    """The role's grid, chunks placed as the schedule wants them."""
+    tp, pp = grid.critic if name == "critic" else (grid.tp, grid.pp)
+    layers = read_model_spec(path)[1].num_layers
+    stages = plan_chunk_stages(grid.schedule, pp, layers, is_reversed=grid.together and name == "critic")
+    return replace(plan_topology(name, world_size, tp, pp, ranks=grid.ranks), chunk_stages=stages)
+
+
 def open_role(name: str, world_size: int, path: str, grid: Grid, cache: GroupCache) -> Role | None:
     is_critic = name == "critic"
-    tp, pp = grid.critic if is_critic else (grid.tp, grid.pp)
-    groups = build_groups(plan_topology(name, world_size, tp, pp, ranks=grid.ranks), cache)
-    options = BuildOptions(dtype=torch.float32, head="value" if is_critic else "policy")
+    groups = build_groups(plan_grid(name, world_size, path, grid), cache)
+    options = BuildOptions(torch.float32, head="value" if is_critic else "policy", recompute=grid.recompute)
     role = build_role(name, groups, path, options, max_tokens=grid.max_tokens, learns=(ADAM, SCHEDULE))
     if role is not None and is_critic:  # a value head of zeros would hide the body's gradient
         for parameter in role.model.parameters():
@@ -114,21 +127,23 @@ def run_one_step(world_size: int, path: str, grid: Grid, cache: GroupCache) -> O
         old, goal = values[pick], returns[pick]
         return value_objective(predicted, old, goal, weights.loss[pick], weights.mask[pick], clip_range=0.5)
 
-    def learn(role: Role | None, objective: Objective, mode: AggregationMode, head: HeadKind, name: str) -> None:
-        if role is not None:
-            rows = list(range(batch.num_sequences))
-            outcome.stats.update(update_role(role, batch, batch.response_mask, [rows], objective, mode, 0).stats)
-        from megarl.models.registry import read_model_spec
-
+    def collect(role: Role | None, head: HeadKind, name: str) -> None:
         family, spec = read_model_spec(path)
-        tp, pp = grid.critic if head == "value" else (grid.tp, grid.pp)
-        topology = plan_topology(name, world_size, tp, pp, ranks=grid.ranks)
+        topology = plan_grid(name, world_size, path, grid)
         weights = None if role is None else role.weights()
         tensors = gather_hf_tensors(family, spec, topology, weights, torch.float32, device.device(), head)
         outcome.weights.update({f"{name}/{key}": tensor.clone() for key, tensor in tensors})
 
-    learn(actor, policy, "token-mean", "policy", "actor")
-    learn(critic, value, "seq-mean-token-mean", "value", "critic")
+    if actor is not None and critic is not None:
+        rows = [list(range(batch.num_sequences))]
+        mode: AggregationMode = "seq-mean-token-mean"
+        tasks = [Task(actor, rows, policy, "token-mean", 0), Task(critic, rows, value, mode, 0)]
+        for group in [tasks] if grid.together else [[task] for task in tasks]:
+            results, _ = update_roles(group, batch, batch.response_mask, PipelineOptions(grid.schedule), Profile())
+            for result in results.values():
+                outcome.stats.update(result.stats)
+    collect(actor, "policy", "actor")
+    collect(critic, "value", "critic")
     return outcome
 
 
@@ -142,6 +157,16 @@ CASES = [
     ("untied", Grid(tp=2, pp=2, critic=(1, 1), max_tokens=40, head="one_pass")),
     ("norms", Grid(tp=2, pp=2, critic=(2, 1), max_tokens=40)),
     ("norms", Grid(tp=2, dp=2, critic=(1, 4), max_tokens=30, head="one_pass")),
+    ("tied", Grid(pp=2, critic=(1, 2), max_tokens=25, head="one_pass", schedule="fused", together=True)),
+    ("tied", Grid(pp=2, dp=2, critic=(1, 2), max_tokens=25, head="one_pass", schedule="fused", together=True)),
+    ("untied", Grid(tp=2, pp=2, critic=(1, 2), max_tokens=25, head="one_pass", schedule="auto", together=True)),
+    ("norms", Grid(tp=2, pp=2, critic=(2, 2), max_tokens=25, head="one_pass", schedule="fused", together=True)),
+    ("untied", Grid(pp=4, critic=(1, 4), max_tokens=25, head="one_pass", schedule="fused", together=True)),
+    ("deep", Grid(pp=4, critic=(1, 4), max_tokens=25, head="one_pass", schedule="fused", together=True)),
+    ("deep", Grid(pp=4, critic=(1, 4), max_tokens=60, schedule="fused", together=True)),  # case E6: 2 micro-batches
+    ("deep", Grid(pp=4, critic=(2, 2), max_tokens=25, head="one_pass", schedule="zero_bubble", recompute="full")),
+    ("tied", Grid(pp=2, critic=(1, 2), max_tokens=25, head="one_pass", schedule="interleaved")),
+    ("untied", Grid(pp=2, critic=(1, 1), max_tokens=40, head="one_pass", schedule="zero_bubble", recompute="selective")),
 ]
 
 
@@ -153,6 +178,7 @@ def outcomes(tmp_path_factory) -> dict[tuple[str, Grid], list[Outcome]]:
         "tied": save_hf_model(folder / "tied", "llama", tie_word_embeddings=True),
         "untied": save_hf_model(folder / "untied", "qwen2", tie_word_embeddings=False),
         "norms": save_hf_model(folder / "norms", "qwen3", tie_word_embeddings=True),
+        "deep": save_hf_model(folder / "deep", "qwen2", tie_word_embeddings=True, num_hidden_layers=8),
     }
     cases = [*((name, Grid()) for name in paths), *CASES]
     by_rank = run_ranks(run_cases, 4, [(paths[name], grid) for name, grid in cases], timeout_s=600)
@@ -177,7 +203,6 @@ def test_one_step_equals_one_rank(outcomes, model: str, grid: Grid) -> None:
 
 def test_the_step_moves_every_weight(outcomes, tmp_path) -> None:
     """Without this the comparison could hold for an update that does nothing."""
-    from megarl.models.registry import read_model_spec
     from megarl.weights.hf import HFFolder
 
     path = save_hf_model(tmp_path / "tied", "llama", tie_word_embeddings=True)

@@ -268,3 +268,18 @@ def test_a_folder_without_config_json_and_no_folder(tmp_path):
         read_model_facts(str(tmp_path))
     with pytest.raises(ValueError, match="no such folder"):
         read_model_facts(str(tmp_path / "x"))
+
+
+def test_fused_needs_actor_and_critic_on_one_grid(problems_of):
+    (line,) = problems_of("pipeline.schedule=fused", "parallel.actor.pp=2", world_size=2, model=GQA)
+    assert line.startswith("pipeline.schedule=fused ") and "make parallel.critic like parallel.actor" in line
+    both = ("parallel.actor.pp=2", "parallel.critic.pp=2")
+    assert problems_of("pipeline.schedule=fused", *both, world_size=2, model=GQA) == []
+    (line,) = problems_of("pipeline.schedule=fused", "algorithm.adv_estimator=grpo", "rollout.n=2", *both, world_size=2)
+    assert "has no critic; use auto or zero_bubble" in line
+
+
+def test_more_chunks_than_layers_are_refused(problems_of):
+    words = ("pipeline.schedule=interleaved", "pipeline.virtual_stages=5", "parallel.actor.pp=2")
+    (line,) = problems_of(*words, world_size=2, model=GQA)
+    assert "pipeline.virtual_stages=5 × parallel.actor.pp=2 are more chunks than the model's 8 layers" in line

@@ -7,8 +7,10 @@ import itertools
 
 import pytest
 
-from megarl.models.layout import HeadKind, ModelSpec, ParamLayout, check_tp, hf_shapes, plan_stage
+from megarl.models.layout import HeadKind, ModelSpec, ParamLayout, check_tp, hf_shapes, plan_rank, plan_stage
 from megarl.models.registry import FAMILIES
+from megarl.parallel.schedule import interleaved, reversed_linear, reversed_v, v_shape
+from megarl.parallel.topology import Topology
 
 SPEC = ModelSpec(
     family="llama", num_layers=7, hidden_size=48, num_heads=8, num_kv_heads=4, head_dim=6, ffn_size=40,
@@ -107,6 +109,17 @@ def test_a_tied_model_has_its_embedding_twice_only_where_stages_need_it() -> Non
     last = plan_stage(FAMILIES["llama"], spec, 1, 0, 2, 1)[-1]
     assert last.is_tied_copy and last.slices[0].hf_name == "model.embed_tokens.weight"
     assert "lm_head.weight" not in hf_shapes(FAMILIES["llama"], spec)
+
+
+@pytest.mark.parametrize("stages", [v_shape(3), reversed_v(3), interleaved(3, 2), reversed_linear(3)])
+def test_chunks_hold_every_layer_once_wherever_they_lie(stages: tuple[int, ...]) -> None:
+    topology = Topology((0, 1, 2), pp_size=3, chunk_stages=stages)
+    held = [plan_rank(FAMILIES["llama"], SPEC, topology, 0, stage) for stage in range(3)]
+    names = [[layout.name for layout in layouts] for layouts in held]
+    assert all(len(set(each)) == len(each) for each in names), "two chunks of a stage use one name"
+    together = sorted(name for each in names for name in each)
+    assert together == sorted(layout.name for layout in plan_stage(FAMILIES["llama"], SPEC, 1, 0, 1, 0))
+    assert "embedding.word_embeddings.weight" in names[stages[0]] and "output_layer.weight" in names[stages[-1]]
 
 
 def test_a_critic_has_a_value_head_on_its_last_stage_only() -> None:  # case A2

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megarl.models.layout import ModelSpec, hf_shapes, plan_stage
+from megarl.models.layout import ModelSpec, hf_shapes, plan_rank
 from megarl.models.registry import FAMILIES
+from megarl.parallel.schedule import interleaved, v_shape
 from megarl.parallel.topology import Topology
 from megarl.reshard_table import build_paper_case, compute_gathered_bytes, compute_seconds, print_ranks
 from megarl.weights.blocks import RankOrder, list_engine_shards, list_engines, list_trainer_shards
@@ -51,9 +52,16 @@ class Transfer:
 
 
 def transfer(
-    tp: int, pp: int, dp: int, engine_tp: int, per_node: int = 2, order: RankOrder = "contiguous", **spec
+    tp: int,
+    pp: int,
+    dp: int,
+    engine_tp: int,
+    per_node: int = 2,
+    order: RankOrder = "contiguous",
+    chunks: tuple[int, ...] = (),
+    **spec,
 ) -> Transfer:
-    topology = Topology(tuple(range(tp * pp * dp)), tp_size=tp, pp_size=pp, dp_size=dp)
+    topology = Topology(tuple(range(tp * pp * dp)), tp_size=tp, pp_size=pp, dp_size=dp, chunk_stages=chunks)
     return Transfer(dataclasses.replace(SPEC, **spec), topology, engine_tp, per_node, order)
 
 
@@ -74,7 +82,7 @@ def fill_trainer(case: Transfer, checkpoint: Arrays) -> dict[int, Arrays]:
     for rank in grid.ranks:
         at = grid.coordinates(rank)
         filled[rank] = {}
-        for layout in plan_stage(FAMILIES[spec.family], spec, grid.tp_size, at.tp, grid.pp_size, at.pp):
+        for layout in plan_rank(FAMILIES[spec.family], spec, grid, at.tp, at.pp):
             local = np.full(layout.shape, PADDING)
             for piece in layout.slices:
                 span = slice(piece.hf_start, piece.hf_start + piece.length)
@@ -148,6 +156,8 @@ CASES = [
     transfer(2, 2, 1, 1),
     transfer(2, 2, 1, 2),
     transfer(1, 2, 1, 2, family="qwen2"),
+    transfer(1, 2, 1, 2, chunks=v_shape(2), num_layers=5, is_tied=True),
+    transfer(2, 2, 1, 2, chunks=interleaved(2, 2), num_layers=5),
     transfer(2, 2, 2, 8, family="qwen2", num_kv_heads=2),
     transfer(1, 3, 2, 3, per_node=3, num_heads=12, num_kv_heads=3, vocab_size=191, family="qwen3"),
     transfer(4, 1, 2, 2, per_node=4, order="strided", family="qwen3"),
