@@ -31,10 +31,14 @@ class ModelCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """By model name; `transfer`: from the end of a computation until its result has arrived on another stage."""
+    """By model name; `transfer`: from the end of a computation until its result has arrived on another stage.
+
+    `are_seconds`: measured seconds, so a search may weigh its own time against what it can gain.
+    """
 
     models: Mapping[str, ModelCosts]
     transfer: float = 0.0
+    are_seconds: bool = False
 
 
 def ratio_costs(

@@ -149,7 +149,7 @@ def _join_alike(models: Sequence[ModelPlan], costs: Costs) -> tuple[list[ModelPl
     by_name: dict[str, ModelCosts] = {
         plan.name: replace(costs.models[plan.name], work=work[plan.name]) for plan in plans
     }
-    return plans, Costs(by_name, costs.transfer), parts
+    return plans, Costs(by_name, costs.transfer, costs.are_seconds), parts
 
 
 def _undo(parts: Parts, step: Instruction) -> Instruction:

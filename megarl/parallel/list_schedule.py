@@ -24,6 +24,7 @@ from megarl.parallel.policy import Policy, list_policies
 from megarl.parallel.schedule import Action, Instruction, ModelPlan, Orders
 
 UNKNOWN = float("inf")
+TASKS_PER_SECOND = 2500  # a search may take about 2 % of the time that it plans
 RANK: dict[Action, float] = {"BACKWARD": 0.0, "FORWARD": 100.0, "WGRAD": 200.0}  # more than scores and noise
 
 
@@ -305,7 +306,8 @@ def search(models: Sequence[ModelPlan], costs: Costs, max_live: float, num_tasks
 
     Args:
         models, costs, max_live: as for `run_policy`.
-        num_tasks: how much to try, in tasks placed: about a quarter of a second of a CPU core for the default.
+        num_tasks: how much to try, in tasks placed: about a quarter of a second of a CPU core for the default; less
+            where costs are seconds and the schedule is short.
         seed: of the random policies.
 
     Returns:
@@ -314,7 +316,9 @@ def search(models: Sequence[ModelPlan], costs: Costs, max_live: float, num_tasks
     size = sum(
         model.num_micro_batches * model.num_chunks * (2 + model.splits if model.trains else 1) for model in models
     )
-    bound = lower_bound(models, costs) * (1 + 1e-9)
+    bound = lower_bound(models, costs) * (1.005 if costs.are_seconds else 1 + 1e-9)
+    if costs.are_seconds:
+        num_tasks = min(num_tasks, int(TASKS_PER_SECOND * bound))
     best: Found | None = None
     for policy in itertools.islice(
         list_policies(seed, any(model.trains for model in models)), max(2, num_tasks // size)

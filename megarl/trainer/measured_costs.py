@@ -48,7 +48,7 @@ class Profile:
         by_name = {model.name: self._model_costs(model, work[model.name]) for model in models}
         known = {name: costs for name, costs in by_name.items() if costs is not None}
         if len(known) == len(models):
-            return Costs(known)
+            return Costs(known, are_seconds=True)
         tokens = sum(sum(sizes) for sizes in work.values()) / sum(len(sizes) for sizes in work.values())
         return Costs({
             model.name: ModelCosts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +17,7 @@ from megarl.parallel.costs import ratio_costs_of
 from megarl.parallel.partition import plan_micro_batches
 from megarl.parallel.picker import pick_stream
 from megarl.parallel.pipeline import StageModel, run_instructions
-from megarl.parallel.schedule import ModelPlan
+from megarl.parallel.schedule import ModelPlan, Schedule
 from megarl.records import PackedBatch
 from megarl.trainer.roles import Role
 
@@ -62,8 +63,7 @@ def _run(role: Role, sequences: Sequence[Sequence[int]]) -> Tensor:
     was_training = role.model.training
     for chunk in role.chunks:
         chunk.eval()
-    plan = ModelPlan(role.name, topology.chunk_stages, (len(micros),), trains=False)
-    schedule = pick_stream([plan], ratio_costs_of([plan])).schedule
+    schedule = _plan_passes(role.name, topology.chunk_stages, len(micros))
     shapes = [hidden_shape(micro, groups, role.spec.hidden_size) for micro in micros]
     with device.megatron_scope():
         run_instructions(schedule, groups.at.pp, {role.name: StageModel(forward, shapes, role.dtype, groups)})
@@ -72,6 +72,13 @@ def _run(role: Role, sequences: Sequence[Sequence[int]]) -> Tensor:
     dist.broadcast(logits, src=groups.peer(topology.last_stage), group=groups.collection.pp)
     logits[:, role.num_ids :] = -torch.inf
     return logits
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_passes(name: str, chunk_stages: tuple[int, ...], num_micro_batches: int) -> Schedule:
+    """The same few schedules come up for every token."""
+    plan = ModelPlan(name, chunk_stages, (num_micro_batches,), trains=False)
+    return pick_stream([plan], ratio_costs_of([plan])).schedule
 
 
 def _pack(sequences: Sequence[Sequence[int]]) -> PackedBatch:
