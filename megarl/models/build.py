@@ -172,7 +172,10 @@ def build_chunks(spec: ModelSpec, groups: RoleGroups, options: BuildOptions) -> 
 
     A collective of the role where a tied model spans several stages (Megatron joins the two embeddings).
     """
-    return tuple(_build_chunk(spec, groups, options, chunk) for chunk in groups.chunks)
+    chunks = tuple(_build_chunk(spec, groups, options, chunk) for chunk in groups.chunks)
+    if spec.is_tied and options.head == "policy" and groups.topology.ends_meet and groups.is_last_stage:
+        chunks[-1].tie_head(chunks[0])
+    return chunks
 
 
 def _build_chunk(spec: ModelSpec, groups: RoleGroups, options: BuildOptions, chunk: int) -> PackedGPT:
@@ -181,7 +184,6 @@ def _build_chunk(spec: ModelSpec, groups: RoleGroups, options: BuildOptions, chu
     layers = layer_range(spec.num_layers, topology.num_chunks, chunk)
     is_first, is_last = chunk == 0, chunk == topology.num_chunks - 1
     is_tied = spec.is_tied and options.head == "policy" and (is_first or is_last)
-    ends_meet = topology.num_chunks > 1 and topology.first_stage == topology.last_stage
     with device.megatron_build_scope():
         if topology.tp_size > 1 and parallel_state._GLOBAL_MEMORY_BUFFER is None:
             parallel_state._set_global_memory_buffer()  # scratch memory of sequence parallelism, shared by all roles
@@ -194,7 +196,7 @@ def _build_chunk(spec: ModelSpec, groups: RoleGroups, options: BuildOptions, chu
             max_sequence_length=spec.max_positions,
             pre_process=is_first,
             post_process=is_last,
-            share_embeddings_and_output_weights=is_tied and not ends_meet,
+            share_embeddings_and_output_weights=is_tied and not topology.ends_meet,
             position_embedding_type="none",
             pg_collection=groups.collection,
         )
@@ -203,8 +205,6 @@ def _build_chunk(spec: ModelSpec, groups: RoleGroups, options: BuildOptions, chu
             layer.layer_number = number + 1  # Megatron assumes even stages; 1-based
         _mark_sharded_parameters(model)
         model.put_aside = put_gradients_aside(model)
-        if is_tied and ends_meet:
-            _mark_tied_copy(model)
         if options.head == "value" and is_last:
             model.output_layer = ValueHead(spec.hidden_size, options.dtype, device.device())
         model.to(device.device())
@@ -222,16 +222,6 @@ def _mark_sharded_parameters(model: PackedGPT) -> None:
             if isinstance(module, kind):
                 for parameter in module.parameters(recurse=False):
                     vars(parameter).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
-
-
-def _mark_tied_copy(model: PackedGPT) -> None:
-    """Embedding and head of a tied model that lie on one rank in two chunks, a copy each: `reduce_gradients` adds their
-    gradients up, the gradient norm counts one, and replicas cut both alike."""
-    if model.pre_process:
-        vars(model.embedding.word_embeddings.weight).update(shared_embedding=True)
-    else:
-        vars(model.output_layer.weight).update(shared_embedding=True, shared=True)
-        model.is_tied_copy = True
 
 
 def named_weights(chunks: Sequence[PackedGPT]) -> dict[str, torch.Tensor]:

@@ -161,11 +161,15 @@ def plan_stage(
 def plan_rank(
     family: Family, spec: ModelSpec, topology: Topology, tp_rank: int, stage: int, head: HeadKind = "policy"
 ) -> list[ParamLayout]:
-    """The parameters that a rank of this grid holds: those of all its chunks, first to last."""
+    """The parameters that a rank of this grid holds: those of all its chunks, first to last.
+
+    Where embedding and head of a tied model meet on one rank they are one parameter.
+    """
     return [
         layout
         for chunk in topology.chunks_of(stage)
         for layout in plan_stage(family, spec, topology.tp_size, tp_rank, topology.num_chunks, chunk, head)
+        if not (layout.is_tied_copy and topology.ends_meet)
     ]
 
 

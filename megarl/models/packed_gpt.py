@@ -28,7 +28,6 @@ class PackedGPT(GPTModel):
 
     rope: Rope
     put_aside: PutAside  # weight gradients that a schedule computes later than the input's
-    is_tied_copy: bool = False  # the head is a copy of an embedding that another chunk of this rank holds
 
     def _preprocess(
         self,
@@ -51,8 +50,18 @@ class PackedGPT(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return hidden_states
 
+    def tie_head(self, first: PackedGPT) -> None:
+        """Makes the embedding of `first`, the model's first chunk on the same rank, this last chunk's head as well.
+
+        One parameter, which belongs to `first`: one gradient, one master, nothing to keep equal.
+        """
+        self.output_layer = None  # type: ignore[assignment]
+        vars(self)["tied_head"] = (first.embedding.word_embeddings.weight,)  # in a tuple: not a parameter of this chunk
+
     def head_weight(self) -> Tensor:
         """[Vp, H]: this rank's rows of the output projection, the embedding's where the two are tied."""
+        if "tied_head" in vars(self):
+            return vars(self)["tied_head"][0]
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights

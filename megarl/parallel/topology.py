@@ -77,6 +77,11 @@ class Topology:
         """The stage of the model's end: it has the head."""
         return self.chunk_stages[-1]
 
+    @property
+    def ends_meet(self) -> bool:
+        """Whether the model's first and last chunk are two on one stage, as in a V."""
+        return self.num_chunks > 1 and self.first_stage == self.last_stage
+
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """The chunks that `stage` runs, first to last."""
         return tuple(chunk for chunk, at in enumerate(self.chunk_stages) if at == stage)

@@ -20,7 +20,6 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megarl import device
-from megarl.models.forward import unwrap
 from megarl.models.packed_gpt import PackedGPT
 from megarl.parallel.groups import RoleGroups
 from megarl.parallel.topology import Topology
@@ -129,18 +128,13 @@ def attend_optimizer_build() -> None:
 
 def reduce_gradients(chunks: Sequence[DistributedDataParallel], groups: RoleGroups) -> None:
     """Adds gradients up over data-parallel ranks (or waits where that has begun), norms' over tensor-parallel ranks,
-    tied embeddings' over stages, or over the two chunks of this rank that hold them."""
+    tied embeddings' over stages."""
     with device.megatron_scope():
         for chunk in chunks:
             for bucket_group in chunk.bucket_groups:
                 if bucket_group.grad_reduce_handle is None:
                     bucket_group.start_grad_sync()
         finalize_model_grads(list(chunks), None, pg_collection=groups.collection)
-    last = unwrap(chunks[-1])
-    if last.is_tied_copy:
-        embedding = vars(unwrap(chunks[0]).embedding.word_embeddings.weight)["main_grad"]
-        head = vars(last.output_layer.weight)["main_grad"]
-        head.copy_(embedding.add_(head))
 
 
 def gather_gradients(chunks: Sequence[DistributedDataParallel], groups: RoleGroups) -> None:
