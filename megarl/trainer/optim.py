@@ -147,11 +147,16 @@ def gather_gradients(chunks: Sequence[DistributedDataParallel], groups: RoleGrou
 
 
 def apply_step(optimizer: ChainedOptimizer, lr: float, options: AdamOptions) -> StepResult:
-    """One optimizer step with the gradients that lie in the model's buffers; all ranks of the role call it."""
+    """One optimizer step with the gradients that lie in the model's buffers; all ranks of the role call it.
+
+    Afterwards no parameter has a `grad`: one that is left is an alias of the buffer where weights are their own masters,
+    and the next backward would add the buffer to itself.
+    """
     with device.megatron_build_scope():
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())
         if not math.isfinite(grad_norm):
+            optimizer.zero_grad()
             return StepResult(grad_norm, was_applied=False)
         for part in optimizer.chained_optimizers:
             parameters: list[torch.Tensor] = list(part.get_parameters())
@@ -161,4 +166,5 @@ def apply_step(optimizer: ChainedOptimizer, lr: float, options: AdamOptions) -> 
             group["lr"] = lr
             group["weight_decay"] = options.weight_decay * group.get("wd_mult", 1.0)
         optimizer.step_with_ready_grads()
+        optimizer.zero_grad()
     return StepResult(grad_norm, was_applied=True)

@@ -70,6 +70,30 @@ def run(rank: int, world_size: int, path: str) -> dict[str, object]:
     return seen
 
 
+def run_alone(rank: int, world_size: int, path: str) -> list[float]:
+    """Gradient norms of three steps that change nothing, of weights that are their own masters (fp32, one replica)."""
+    groups = build_groups(plan_topology("actor", world_size), GroupCache(60))
+    still = AdamOptions(0.0, (0.9, 0.99), 1e-8, 1.0), LRSchedule(0.0, 0.0, 0, "constant", 1)
+    role = build_role("actor", groups, path, BuildOptions(torch.float32), max_tokens=64, learns=still)
+    assert role is not None
+    batch = build_batch([3, 4, 5, 6], [5, 1, 7, 2])
+
+    def objective(hidden, micro, weights):
+        logprobs, _ = compute_logprobs(role.model, hidden, micro, role.groups, 1.0, role.num_ids)
+        return -(logprobs * weights.loss[micro.token_index]).sum(), {}
+
+    done = [
+        update_role(role, batch, batch.response_mask, [[0, 1, 2, 3]], objective, "token-mean", 0) for _ in range(3)
+    ]
+    return [each.stats["actor/grad_norm"] for each in done]
+
+
+def test_a_step_does_not_add_the_gradients_of_the_step_before(tmp_path) -> None:
+    path = save_hf_model(tmp_path / "model", "llama", num_hidden_layers=2)
+    (norms,) = run_ranks(run_alone, 1, path)
+    assert norms[1:] == [norms[0]] * 2
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> list[dict[str, object]]:
     path = save_hf_model(tmp_path_factory.mktemp("model") / "model", "llama", num_hidden_layers=2)
