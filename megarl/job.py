@@ -39,6 +39,7 @@ from megarl.parallel.groups import GroupCache, build_groups
 from megarl.parallel.picker import plan_chunk_stages
 from megarl.parallel.topology import Topology, plan_topology
 from megarl.records import Prompt
+from megarl.residents import make_room_for_engines, open_offloads
 from megarl.reward.score import RewardFunction, dry_run, load_reward_function
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.naive_engine import NaiveEngine
@@ -46,6 +47,7 @@ from megarl.rollout.prompts import PromptStream, build_prompts
 from megarl.rollout.rows import load_rows
 from megarl.rollout.tokenizer import check_tokenizer_fits, count_token_ids, load_tokenizer, stop_token_ids
 from megarl.trainer.next_token import build_next_logits
+from megarl.trainer.offload import Offload
 from megarl.trainer.optim import AdamOptions, LRSchedule
 from megarl.trainer.roles import Role, build_role
 from megarl.weights.order import choose_order
@@ -80,7 +82,13 @@ class Job:
     ref: Role | None
     engine: RolloutEngine | None
     weight_sync: WeightSync | None
+    offloads: dict[str, Offload]
     total_steps: int
+
+    def rest_engine(self) -> None:
+        """After answers are drawn: with `rollout.free_cache_engine` the engine gives its memory back."""
+        if self.config.rollout.free_cache_engine and self.engine is not None:
+            self.engine.discard_weights()
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hands the actor's weights to the engines; a collective of the world. Returns `sync/*` metrics.
@@ -91,8 +99,12 @@ class Job:
         metrics: dict[str, float] = {}
         if self.weight_sync is not None:
             assert self.engine is not None
+            make_room_for_engines(self.offloads, keeps_actor=True)
+            if "actor" in self.offloads:
+                self.offloads["actor"].return_params()
             weights = {} if self.actor is None else self.actor.weights()
             metrics = self.weight_sync.run(weights, self.engine.open_weights(), self.engine.checksums)
+            make_room_for_engines(self.offloads)
         if self.engine is not None:
             self.engine.publish_weights(version)
         return metrics
@@ -217,7 +229,8 @@ def open_job(config: Config) -> Job:
     )
     engine = open_engine(config, data, topologies["rollout"], actor)
     weight_sync = open_sync(config, topologies, cache, actor, engine)
-    return Job(config, data, topologies, actor, critic, ref, engine, weight_sync, total_steps)
+    offloads = open_offloads(config, {"actor": actor, "critic": critic, "ref": ref})
+    return Job(config, data, topologies, actor, critic, ref, engine, weight_sync, offloads, total_steps)
 
 
 def open_data(config: Config) -> Data:
@@ -287,6 +300,7 @@ def open_engine(config: Config, data: Data, topology: Topology, actor: Role | No
             enforce_eager=config.rollout.enforce_eager,
             seed=config.trainer.seed,
             vocab_limit=data.num_ids if data.num_ids < spec.vocab_size else None,
+            can_sleep=config.rollout.free_cache_engine,
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error

@@ -20,6 +20,7 @@ from megarl.obs.metrics import PhaseTimer
 from megarl.obs.time_line import Block, draw_time_line, write_chrome_trace
 from megarl.parallel.partition import plan_mini_batches
 from megarl.records import PackedBatch
+from megarl.residents import bring_weights
 from megarl.trainer.annotate import annotate, logprob_pass, value_pass
 from megarl.trainer.measured_costs import PipelineRun, Profile, merge_profile
 from megarl.trainer.ppo import Judged, build_actor_objective, build_critic_objective
@@ -94,6 +95,7 @@ def annotate_batch(
     job: Job, watch: PipelineWatch, batch: PackedBatch, step: int
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """[T] scores `old_log_prob`, and `ref` and `values` where the algorithm needs them, on every rank; and metrics."""
+    bring_weights(job.offloads)
     temperature = job.config.rollout.temperature
     passes = [logprob_pass("old_log_prob", job.actor, temperature)]
     if "ref" in job.topologies:
@@ -171,12 +173,17 @@ def _update(
             tasks.append(Task(role, mini_batches, objective, settings.loss_agg_mode.value, updates[name]))
         updates[name] += len(mini_batches)
     done: dict[str, UpdateResult] = {}
+    offloads = [job.offloads[task.role.name] for task in tasks if task.role.name in job.offloads]
     if tasks:
+        for offload in offloads:
+            offload.return_all()
         choice = config.pipeline.schedule.value
         options = PipelineOptions("auto" if len(tasks) == 1 and choice == "fused" else choice,
                                   config.pipeline.max_live_micro_batches)  # fmt: skip
         done, run = update_roles(tasks, batch, judged.mask, options, watch.profile)
         runs.append(run)
+        for offload in offloads:
+            offload.leave(keeps_params=True)
     box = [done]
     dist.broadcast_object_list(box, src=job.topologies[names[0]].ranks[0], device=torch.device("cpu"))
     return box[0]

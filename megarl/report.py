@@ -134,6 +134,8 @@ class RunReport:
         for name, head in heads.items():
             if name == "critic" and not uses_critic(self._config):
                 continue
+            if name in job.offloads:
+                job.offloads[name].return_params()
             export_role(job, name, head, self.run_dir / "hf" / f"step_{step}" / name)
         if self._logger is not None:
             self._logger.note(f"saved {self.run_dir / 'hf' / f'step_{step}'}")

@@ -43,6 +43,7 @@ def train(job: Job, report: RunReport) -> None:
         prompts = job.data.stream.next_batch()
         with timer.phase("gen"):
             rollouts = generate_everywhere(job.engine, job.topologies["rollout"], prompts, training_sampling(job, step))
+            job.rest_engine()
         batch = pack_rollouts(prompts, rollouts)
         with timer.phase("reward"):
             rewards, texts = judge_rollouts(job, prompts, rollouts)
@@ -60,7 +61,7 @@ def train(job: Job, report: RunReport) -> None:
                 kl_coef=kl_coef,
             )
         results, update_metrics = learn(job, watch, batch, judged, step, updates, timer)
-        if "actor" in results:
+        if "actor" in results or config.rollout.free_cache_engine:
             with timer.phase("sync"):
                 sync_metrics = job.sync_weights(version=step)
 

@@ -51,6 +51,17 @@ _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 
+
+def _offload_rows(prefix: str, role: str) -> list[Alias]:
+    """verl's names of what leaves the GPU, of both of its back ends."""
+    parts = {"param_offload": "params", "grad_offload": "grads", "optimizer_offload": "optimizer"}
+    return [
+        Alias(f"{prefix}.{back_end}.{name}", f"{role}.offload.{ours}")
+        for back_end in ("fsdp_config", "megatron")
+        for name, ours in parts.items()
+    ]
+
+
 ROWS: tuple[Alias, ...] = (
     # data
     Alias("data.truncation", "data.overlong_prompts"),
@@ -69,12 +80,15 @@ ROWS: tuple[Alias, ...] = (
     Alias(f"{_ACTOR}.grad_clip", "actor.optim.clip_grad"),
     Alias(f"{_ACTOR}.megatron.tensor_model_parallel_size", "parallel.actor.tp"),
     Alias(f"{_ACTOR}.megatron.pipeline_model_parallel_size", "parallel.actor.pp"),
+    *_offload_rows(_ACTOR, "actor"),
     Alias(f"{_ACTOR}.*", "actor.*"),
     # reference
     Alias(f"{_REF}.log_prob_max_token_len_per_gpu", "ref.ppo_max_token_len"),
     Alias(f"{_REF}.megatron.tensor_model_parallel_size", "parallel.ref.tp"),
     Alias(f"{_REF}.megatron.pipeline_model_parallel_size", "parallel.ref.pp"),
     Alias(f"{_REF}.model.path", "ref.model_path"),
+    Alias(f"{_REF}.fsdp_config.param_offload", "ref.offload_params"),
+    Alias(f"{_REF}.megatron.param_offload", "ref.offload_params"),
     Alias(f"{_REF}.*", "ref.*"),
     # rollout
     Alias(f"{_ROLLOUT}.tensor_model_parallel_size", "parallel.rollout.tp"),
@@ -89,6 +103,9 @@ ROWS: tuple[Alias, ...] = (
     Alias("critic.grad_clip", "critic.optim.clip_grad"),
     Alias("critic.megatron.tensor_model_parallel_size", "parallel.critic.tp"),
     Alias("critic.megatron.pipeline_model_parallel_size", "parallel.critic.pp"),
+    *_offload_rows("critic", "critic"),
+    Alias("critic.model.fsdp_config.param_offload", "critic.offload.params"),
+    Alias("critic.model.fsdp_config.optimizer_offload", "critic.offload.optimizer"),
     # reward, algorithm, trainer
     Alias("custom_reward_function.reward_kwargs", "reward.kwargs"),
     Alias("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std"),

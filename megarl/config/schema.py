@@ -130,6 +130,15 @@ class OptimConfig:
 
 
 @dataclass
+class OffloadConfig:
+    """What of a role leaves the GPU for host memory between its phases. On a CPU only gradients give memory back."""
+
+    params: bool = False
+    grads: bool = False
+    optimizer: bool = False
+
+
+@dataclass
 class ActorConfig:
     model_path: str | None = None  # a Hugging Face folder
     tokenizer_path: str | None = None  # unset = model_path
@@ -150,6 +159,7 @@ class ActorConfig:
     kl_loss_type: KLEstimator = KLEstimator.k3
     shuffle: bool = True  # shuffle sequences before they are cut into mini-batches
     recompute: Recompute = Recompute.none
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     uneven_stages: bool = False  # allow a pipeline size that does not divide the layers
 
 
@@ -166,6 +176,7 @@ class CriticConfig:
     loss_agg_mode: LossAggMode = LossAggMode.token_mean
     warmup_steps: int = 0  # steps in which only the critic learns
     recompute: Recompute = Recompute.none
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     uneven_stages: bool = False
 
 
@@ -173,6 +184,7 @@ class CriticConfig:
 class RefConfig:
     model_path: str | None = None  # unset = actor.model_path
     ppo_max_token_len: int = 16384
+    offload_params: bool = False
     uneven_stages: bool = False
 
 
@@ -200,6 +212,7 @@ class RolloutConfig:
     enforce_eager: bool = True
     verify_sync: VerifySync = VerifySync.first  # which weight transfers are proved by checksum before anything is drawn
     sync_bucket_mib: int = 64  # staging of the weight transfer on each rank
+    free_cache_engine: bool = False  # the engine gives weights and KV cache back while the trainer works (GPU memory)
     share_weights: bool = False  # what a rank trains and its engine needs in the same layout exists once
     val: ValConfig = field(default_factory=ValConfig)
 

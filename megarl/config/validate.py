@@ -198,6 +198,20 @@ def _plan_grids(config: Config, world_size: int, problems: list[str]) -> dict[st
                 f"parallel.rollout.pp={config.parallel.rollout.pp}: the vllm engine has no pipeline; "
                 f"use 1 and a larger parallel.rollout.tp"
             )
+        if config.rollout.share_weights and (config.rollout.free_cache_engine or not config.rollout.enforce_eager):
+            problems.append(
+                "rollout.share_weights=true needs parameters that stay where they are; set rollout.enforce_eager=true "
+                "and rollout.free_cache_engine=false, or rollout.share_weights=false"
+            )
+        if config.rollout.share_weights and config.actor.offload.params:
+            problems.append(
+                "rollout.share_weights=true: the engine reads the actor's weights; set actor.offload.params=false"
+            )
+    elif config.rollout.free_cache_engine or config.actor.offload.params:
+        problems.append(
+            "rollout.name=naive answers with the actor's own weights; set rollout.free_cache_engine=false and "
+            "actor.offload.params=false"
+        )
     elif config.parallel.rollout not in (GridConfig(), config.parallel.actor):
         problems.append(
             "parallel.rollout is set, but rollout.name=naive generates with the actor's own grid; leave it out"

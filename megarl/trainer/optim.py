@@ -149,8 +149,8 @@ def gather_gradients(chunks: Sequence[DistributedDataParallel], groups: RoleGrou
 def apply_step(optimizer: ChainedOptimizer, lr: float, options: AdamOptions) -> StepResult:
     """One optimizer step with the gradients that lie in the model's buffers; all ranks of the role call it.
 
-    Afterwards no parameter has a `grad`: one that is left is an alias of the buffer where weights are their own masters,
-    and the next backward would add the buffer to itself.
+    Afterwards no parameter has a `grad`: one that is left is an alias of the buffer where weights are their own
+    masters, and the next backward would add the buffer to itself.
     """
     with device.megatron_build_scope():
         optimizer.prepare_grads()

@@ -142,7 +142,7 @@ def test_a_saved_critic_and_actor_are_taken_up_again(trained, tmp_path) -> None:
     assert row["rollout/logprob_gap_max"] < 1e-4
 
 
-def test_ppo_learns_the_tiny_task_with_two_engines(tmp_path) -> None:
+def test_ppo_learns_the_tiny_task_with_two_engines_while_roles_and_engines_step_aside(tmp_path) -> None:
     done = run_megarl([
         *write_job(tmp_path),
         "trainer.n_gpus_per_node=2",
@@ -153,12 +153,18 @@ def test_ppo_learns_the_tiny_task_with_two_engines(tmp_path) -> None:
         "actor.optim.lr=5e-3",
         "critic.optim.lr=5e-3",
         "algorithm.gamma=1.0",
+        "actor.offload={params: true, grads: true, optimizer: true}",
+        "critic.offload.grads=true",
+        "rollout.free_cache_engine=true",
+        "rollout.verify_sync=always",
     ])  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_metrics(tmp_path)
     assert rows[1]["critic/score/mean"] < 0.15
     assert rows[-1]["critic/score/mean"] > 0.5
     assert rows[-1]["val/accuracy_sampled"] > rows[0]["val/accuracy_sampled"] + 0.3
+    assert all(row["sync/verify_s"] > 0 and row["sync/received_bytes"] > 0 for row in rows[1:])
+    assert "actor.offload: weights and optimizer of actor are in host memory already" in done.stdout + done.stderr
 
 
 def test_grpo_learns_the_tiny_task_with_the_naive_engine_on_a_pipeline(tmp_path) -> None:

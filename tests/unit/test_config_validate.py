@@ -151,6 +151,16 @@ def test_vllm_has_no_pipeline(problems_of):
     assert "parallel.rollout.pp=2" in line
 
 
+def test_the_naive_engine_needs_the_actors_weights_where_they_are(problems_of):
+    (line,) = problems_of("rollout.name=naive", "actor.offload.params=true")
+    assert "actor.offload.params=false" in line
+
+
+def test_shared_weights_must_stay_where_they_are(problems_of):
+    (line,) = problems_of("rollout.share_weights=true", "rollout.free_cache_engine=true")
+    assert "rollout.free_cache_engine=false" in line
+
+
 def test_naive_engine_has_the_actors_grid(problems_of):
     (line,) = problems_of("rollout.name=naive", "parallel.rollout.tp=2", world_size=2)
     assert "naive" in line

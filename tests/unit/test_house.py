@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 TOP = {
     "train",
     "learn",
+    "residents",
     "parity",
     "job",
     "plan",
