@@ -125,8 +125,10 @@ def run_instructions(schedule: Schedule, stage: int, models: Mapping[str, StageM
             begin = watch.mark()
             _compute(run, step, given)
             marks.append((begin, watch.mark(), step))
-    for step, (work, _) in run.sends.items():
-        _wait(run, work, step, plans[step.model].target(step))
+            if step.action == "STEP":  # all stages are done with the mini-batch: what was sent has arrived
+                _finish_sends(run, step.model)
+    for name in plans:
+        _finish_sends(run, name)
     seconds = watch.read() if not run.unproved else _read_when_all_ended(run, watch)
     return [Measured(seconds[begin], seconds[end], step) for begin, end, step in marks]
 
@@ -164,6 +166,12 @@ def _send(run: _Run, step: Instruction) -> None:
     if device.has_gpu():  # gloo knows only by waiting whether a transfer has ended
         for sent in [sent for sent, (each, _) in run.sends.items() if each.is_completed()]:
             del run.sends[sent]
+
+
+def _finish_sends(run: _Run, model: str) -> None:
+    """Waits for the transfers of a model and lets go of what was sent."""
+    for step in [step for step in run.sends if step.model == model]:
+        _wait(run, run.sends.pop(step)[0], step, run.plans[model].target(step))
 
 
 def _key(step: Instruction) -> Key:
