@@ -9,6 +9,7 @@ splitting alone. Run it before trusting a grid; it needs as many ranks as the gr
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import itertools
 import os
@@ -75,7 +76,9 @@ class Outcome:
         return float(sum(gradient.double().square().sum() for gradient in self.gradients.values()) ** 0.5)
 
 
-def list_splits(world_size: int, num_kv_heads: int, num_heads: int, num_layers: int, budget: int, has_critic: bool):
+def list_splits(
+    world_size: int, num_kv_heads: int, num_heads: int, num_layers: int, budget: int, has_critic: bool
+) -> Iterator[Split]:
     """The first split is one rank and one micro-batch; then all that these ranks and this model allow."""
     yield Split()
     yield Split(max_tokens=budget)
@@ -280,10 +283,8 @@ def main(words: Sequence[str]) -> None:
     os._exit(0)  # communicators have threads of their own that may hang while they are torn down
 
 
-def parse_words(words: Sequence[str]):
+def parse_words(words: Sequence[str]) -> argparse.Namespace:
     """The options of the command."""
-    import argparse
-
     parser = argparse.ArgumentParser(
         prog="megarl check parity", description="Loss and gradients of one batch, split every way."
     )

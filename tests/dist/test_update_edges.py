@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from megarl.algo.objective import policy_objective
+from megarl.algo.objective import policy_objective, value_objective
 from megarl.models.build import BuildOptions
-from megarl.models.forward import compute_logprobs
+from megarl.models.forward import compute_logprobs, compute_values
 from megarl.parallel.groups import GroupCache, build_groups
+from megarl.parallel.schedule import reversed_v, v_shape
 from megarl.parallel.topology import plan_topology
+from megarl.trainer.measured_costs import Profile
 from megarl.trainer.optim import AdamOptions, LRSchedule, apply_step
 from megarl.trainer.roles import Role, build_role
-from megarl.trainer.update import compute_gradients, update_role, weigh_tokens
+from megarl.trainer.update import (
+    PipelineOptions,
+    Task,
+    compute_gradients,
+    update_role,
+    update_roles,
+    weigh_tokens,
+)
 from tests.ranks import run_ranks
 from tests.tiny import build_batch, save_hf_model
 
@@ -92,6 +103,49 @@ def test_a_step_does_not_add_the_gradients_of_the_step_before(tmp_path) -> None:
     path = save_hf_model(tmp_path / "model", "llama", num_hidden_layers=2)
     (norms,) = run_ranks(run_alone, 1, path)
     assert norms[1:] == [norms[0]] * 2
+
+def run_fused(rank: int, world_size: int, path: str) -> list[tuple[float, float, int, bool]]:
+    """Actor and critic on one pipeline of two stages: nothing counts, then only an answer that is empty."""
+    cache = GroupCache(60)
+    roles: list[Role] = []
+    for name, stages in (("actor", v_shape(2)), ("critic", reversed_v(2))):
+        topology = replace(plan_topology(name, world_size, pp=2), chunk_stages=stages)
+        options = BuildOptions(torch.float32, head="value" if name == "critic" else "policy")
+        groups = build_groups(topology, cache)
+        role = build_role(name, groups, path, options, max_tokens=12, learns=(ADAM, SCHEDULE))
+        assert role is not None
+        roles.append(role)
+    actor, critic = roles
+    batch = build_batch([3, 4, 5, 6], [5, 0, 7, 2])
+
+    def policy(hidden, micro, weights):
+        logprobs, entropy = compute_logprobs(actor.model, hidden, micro, actor.groups, 1.0, actor.num_ids)
+        pick = micro.token_index
+        return policy_objective(
+            logprobs, entropy, logprobs.detach(), torch.ones_like(logprobs), weights.loss[pick], weights.mask[pick],
+            clip_low=0.2, clip_high=0.2, clip_c=3.0,
+        )  # fmt: skip
+
+    def value(hidden, micro, weights):
+        values = compute_values(critic.model, hidden, micro, critic.groups)
+        pick = micro.token_index
+        return value_objective(values, values.detach(), values.detach() + 1, weights.loss[pick], weights.mask[pick], 0.5)
+
+    seen = []
+    before = [tensor for role in roles for tensor in snapshot(role)]
+    for mask, rows in ((torch.zeros_like(batch.response_mask), [0, 1, 2, 3]), (batch.response_mask, [1])):
+        tasks = [Task(actor, [rows], policy, "token-mean", 0), Task(critic, [rows], value, "token-mean", 0)]
+        done, _ = update_roles(tasks, batch, mask, PipelineOptions("fused"), Profile())
+        after = [tensor for role in roles for tensor in snapshot(role)]
+        moved = any(not torch.equal(new, old) for new, old in zip(after, before, strict=True))
+        norms = [done[name].stats[f"{name}/grad_norm"] for name in ("actor", "critic")]
+        seen.append((*norms, sum(result.num_skipped for result in done.values()), moved))
+    return seen
+
+
+def test_a_fused_pipeline_with_nothing_to_learn_changes_nothing(tmp_path) -> None:  # case D8
+    path = save_hf_model(tmp_path / "model", "llama")
+    assert run_ranks(run_fused, 2, path) == [[(0.0, 0.0, 0, False)] * 2] * 2
 
 
 @pytest.fixture(scope="module")
