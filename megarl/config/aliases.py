@@ -127,9 +127,15 @@ FIXED: dict[str, tuple[Any, str]] = {
     "algorithm.use_pf_ppo": (False, "it does not exist here"),
     f"{_ACTOR}.megatron.context_parallel_size": (1, "context parallelism does not exist here yet"),
     f"{_ACTOR}.megatron.expert_model_parallel_size": (1, "expert parallelism does not exist here yet"),
-    f"{_ACTOR}.megatron.virtual_pipeline_model_parallel_size": (None, "virtual stages do not exist here yet"),
+    f"{_ACTOR}.megatron.virtual_pipeline_model_parallel_size": (
+        None,
+        "they are pipeline.schedule=interleaved with pipeline.virtual_stages",
+    ),
     "critic.megatron.context_parallel_size": (1, "context parallelism does not exist here yet"),
-    "critic.megatron.virtual_pipeline_model_parallel_size": (None, "virtual stages do not exist here yet"),
+    "critic.megatron.virtual_pipeline_model_parallel_size": (
+        None,
+        "they are pipeline.schedule=interleaved with pipeline.virtual_stages",
+    ),
 }
 
 WITHOUT_EFFECT: dict[str, str] = {
