@@ -96,6 +96,7 @@ def main() -> None:
             "pyarrow>=20",
             "datasets>=4",
             "rich>=14",
+            "httpx2>=2.12,<3",
             "tensorboard>=2.19",
             "matplotlib>=3.9",
         ],

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +30,20 @@ from megarl.config.schema import (
     GridOrder,
     OptimConfig,
     RefConfig,
+    ScoringModelConfig,
 )
 from megarl.config.validate import can_fuse, model_roles
+from megarl.generation import Conversation, generate, open_conversation
+from megarl.judging import open_sources
 from megarl.models.build import BuildOptions, uses_transformer_engine
 from megarl.models.registry import read_model_spec
 from megarl.ops import dispatch
 from megarl.parallel.groups import GroupCache, build_groups
 from megarl.parallel.picker import plan_chunk_stages
 from megarl.parallel.topology import Topology, plan_topology
-from megarl.records import Prompt
+from megarl.records import Prompt, Rollout, Sampling
 from megarl.residents import make_room_for_engines, open_offloads
-from megarl.reward.score import RewardFunction, dry_run, load_reward_function
+from megarl.reward.score import Source
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.naive_engine import NaiveEngine
 from megarl.rollout.prompts import PromptStream, build_prompts
@@ -60,19 +63,25 @@ SPLITTING = ("auto", "zero_bubble", "fused")  # schedules that may compute weigh
 
 @dataclass(frozen=True)
 class Data:
-    """What the run reads: the tokenizer, training prompts without end, held-out prompts, and the judge."""
+    """What the run reads: the tokenizer, training prompts without end, held-out prompts, who judges answers, and who
+    the policy talks to; `cost` is None where answers have no cost, `conversation` where they have one turn."""
 
     tokenizer: Any
     stream: PromptStream
     held_out: list[Prompt]
     stop_ids: tuple[int, ...]
     num_ids: int
-    reward: RewardFunction
+    reward: tuple[Source, ...]
+    cost: tuple[Source, ...] | None
+    conversation: Conversation | None
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything one rank holds. A role that this rank is not part of is None here."""
+    """Everything one rank holds. A role that this rank is not part of is None here.
+
+    `scoring`: reward and cost models that are Megatron models, by name.
+    """
 
     config: Config
     data: Data
@@ -80,10 +89,15 @@ class Job:
     actor: Role | None
     critic: Role | None
     ref: Role | None
+    scoring: dict[str, Role | None]
     engine: RolloutEngine | None
     weight_sync: WeightSync | None
     offloads: dict[str, Offload]
     total_steps: int
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+        """Answers to `prompts`, the same on every rank; a collective of the world."""
+        return generate(self.engine, self.topologies["rollout"], self.data.conversation, prompts, sampling)
 
     def rest_engine(self) -> None:
         """After answers are drawn: with `rollout.free_cache_engine` the engine gives its memory back."""
@@ -116,6 +130,8 @@ def plan_topologies(config: Config, world_size: int) -> dict[str, Topology]:
         "actor": config.parallel.actor,
         "critic": config.parallel.critic,
         "ref": config.parallel.ref or config.parallel.actor,
+        "reward_model": config.parallel.reward_model,
+        "cost_model": config.parallel.cost_model,
     }
     chosen = {role: grids[role] for role in model_roles(config)}
     chosen["rollout"] = config.parallel.actor if config.rollout.name is Engine.naive else config.parallel.rollout
@@ -157,7 +173,7 @@ def local_world_size(config: Config) -> int:
 def _place_chunks(config: Config, role: str, planned: Mapping[str, Topology]) -> Topology:
     """The role's grid with its chunks placed as the schedule wants them: the critic against the actor it runs with."""
     topology = planned[role]
-    path = {"actor": config.actor, "critic": config.critic, "ref": config.ref}[role].model_path
+    path = getattr(config, role).model_path
     assert path is not None
     num_layers = read_model_facts(path).num_layers
     is_reversed = role == "critic" and can_fuse(planned["actor"], topology)
@@ -190,20 +206,20 @@ def open_job(config: Config) -> Job:
         raise ConfigError([str(error)]) from error
     log.info("%s; layers: %s; ops: %s", device.describe(), layers, implementation)
 
-    def open_role(name: str, settings: ActorConfig | CriticConfig | RefConfig) -> Role | None:
+    def open_role(name: str, settings: ActorConfig | CriticConfig | RefConfig | ScoringModelConfig) -> Role | None:
         if name not in topologies:
             return None
         start = time.perf_counter()
         groups = build_groups(topologies[name], cache)
         learns = None
-        if not isinstance(settings, RefConfig):
+        if isinstance(settings, ActorConfig | CriticConfig):
             num_updates = total_steps * count_updates(config, name)
             learns = build_optimizer_options(settings.optim, num_updates)
         requested = config.actor.dtype if isinstance(settings, RefConfig) else settings.dtype
         options = BuildOptions(
             dtype=device.pick_dtype(requested.value),
-            head="value" if name == "critic" else "policy",
-            recompute="none" if isinstance(settings, RefConfig) else settings.recompute.value,
+            head="value" if isinstance(settings, CriticConfig | ScoringModelConfig) else "policy",
+            recompute=settings.recompute.value if isinstance(settings, ActorConfig | CriticConfig) else "none",
             seed=config.trainer.seed,
             splits_gradients=topologies[name].pp_size > 1 and config.pipeline.schedule.value in SPLITTING,
         )
@@ -214,7 +230,7 @@ def open_job(config: Config) -> Job:
             settings.model_path,
             options,
             max_tokens=settings.ppo_max_token_len,
-            max_sequences=None if isinstance(settings, RefConfig) else settings.ppo_micro_batch_size,
+            max_sequences=settings.ppo_micro_batch_size if isinstance(settings, ActorConfig | CriticConfig) else None,
             num_ids=data.num_ids,
             learns=learns,
         )
@@ -227,14 +243,15 @@ def open_job(config: Config) -> Job:
         open_role("critic", config.critic),
         open_role("ref", config.ref),
     )
+    scoring = {name: open_role(name, getattr(config, name)) for name in ("reward_model", "cost_model")}
     engine = open_engine(config, data, topologies["rollout"], actor)
     weight_sync = open_sync(config, topologies, cache, actor, engine)
     offloads = open_offloads(config, {"actor": actor, "critic": critic, "ref": ref})
-    return Job(config, data, topologies, actor, critic, ref, engine, weight_sync, offloads, total_steps)
+    return Job(config, data, topologies, actor, critic, ref, scoring, engine, weight_sync, offloads, total_steps)
 
 
 def open_data(config: Config) -> Data:
-    """Reads and checks everything that the user's files hold, before any model is built."""
+    """Reads and checks everything that the user's files hold, before any model is built; a collective of the world."""
     options, model_path = config.data, config.actor.model_path
     assert model_path is not None and config.actor.tokenizer_path is not None
     try:
@@ -242,7 +259,6 @@ def open_data(config: Config) -> Data:
         _, spec = read_model_spec(model_path)
         num_ids = count_token_ids(tokenizer)
         check_tokenizer_fits(num_ids, spec.vocab_size)
-        reward = load_reward_function(config.reward.function, config.reward.kwargs)
 
         def read(files: list[str], limit: int | None) -> list[Prompt]:
             origin = ", ".join(files)
@@ -270,11 +286,13 @@ def open_data(config: Config) -> Data:
             length_bucketing=options.length_bucketing,
             origin=", ".join(options.train_files),
         )
-        dry_run(reward, train[0], config.reward.function)
         stop_ids = stop_token_ids(model_path, tokenizer)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    return Data(tokenizer, stream, held_out, stop_ids, num_ids, reward)
+    reward = open_sources(config, "reward", train[0])
+    cost = None if config.cost is None else open_sources(config, "cost", train[0])
+    conversation = open_conversation(config, tokenizer, train[0])
+    return Data(tokenizer, stream, held_out, stop_ids, num_ids, reward, cost, conversation)
 
 
 def open_engine(config: Config, data: Data, topology: Topology, actor: Role | None) -> RolloutEngine | None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl import device
-from megarl.config.schema import Config, Engine, RefConfig
+from megarl.config.schema import ActorConfig, Config, CriticConfig, Engine, RefConfig, ScoringModelConfig
 from megarl.job import count_updates, plan_topologies
 from megarl.models.layout import Family, ModelSpec, plan_rank
 from megarl.models.registry import read_model_spec
@@ -38,10 +38,10 @@ def plan_ranks(role: str, config: Config, topology: Topology, family: Family, sp
     Bytes: weights; for a role that learns also fp32 gradients, and fp32 masters and two moments shared out over the
     data-parallel ranks. Activations are not counted.
     """
-    settings = {"actor": config.actor, "critic": config.critic, "ref": config.ref}[role]
-    learns = not isinstance(settings, RefConfig)
+    settings = getattr(config, role)
+    learns = isinstance(settings, ActorConfig | CriticConfig)
     dtype = device.pick_dtype((config.actor if isinstance(settings, RefConfig) else settings).dtype.value)
-    head = "value" if role == "critic" else "policy"
+    head = "value" if isinstance(settings, CriticConfig | ScoringModelConfig) else "policy"
     plans: list[RankPlan] = []
     for rank in topology.ranks:
         at = topology.coordinates(rank)
@@ -60,14 +60,13 @@ def print_plan(config: Config, world_size: int, console: Console) -> None:
     table = Table(title=f"{world_size} ranks", title_justify="left")
     for name in ("role", "rank", "place", "layers", "parameters", "GiB of state"):
         table.add_column(name, justify="left" if name in ("role", "place", "layers") else "right")
-    paths = {"actor": config.actor.model_path, "critic": config.critic.model_path, "ref": config.ref.model_path}
     for role, topology in topologies.items():
         if role == "rollout":
             for rank in topology.ranks:
                 at = topology.coordinates(rank)
                 table.add_row(role, str(rank), f"engine {at.dp} tp{at.tp}", config.rollout.name.value, "", "")
             continue
-        path = paths[role]
+        path = getattr(config, role).model_path
         assert path is not None
         family, spec = read_model_spec(path)
         for plan in plan_ranks(role, config, topology, family, spec):

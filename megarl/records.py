@@ -28,6 +28,8 @@ class Prompt:
 
     `row` is the position of the row in its data set: together with the sample number it names an answer for good.
     `token_ids` is what the engine is given and what the trainer trains on; nothing is re-encoded later.
+    `text` is what `token_ids` say, chat template included; `messages` the chat they were rendered from, each with role
+    and content, empty where the prompt is plain text without a template.
     """
 
     row: int
@@ -36,6 +38,7 @@ class Prompt:
     data_source: str = ""
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,27 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One turn of a multi-turn answer: `end` is the number of the answer's tokens up to its last sampled one."""
+
+    end: int
+    reward: float
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What the environment of a multi-turn answer says of it. `failure`: why it has no reward; it is not zero."""
+
+    turns: tuple[Turn, ...]
+    failure: str | None = None
+
+    @property
+    def reward(self) -> float:
+        """The sum over the turns."""
+        return sum(turn.reward for turn in self.turns)
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One sampled answer.
 
@@ -60,6 +84,9 @@ class Rollout:
     `logprobs` the engine's log-probabilities of exactly these tokens at the sampling temperature;
     `is_finished` is False when the answer was cut at the length limit;
     `weights_version` is the number of the weight update that the engine served it with.
+
+    An answer of several turns also holds what its environment said: `policy_mask` is True for the sampled tokens, None
+    where all are; other tokens have the log-probability 0. `episode` is the environment's account of it.
     """
 
     prompt_index: int
@@ -68,6 +95,8 @@ class Rollout:
     logprobs: tuple[float, ...]
     is_finished: bool
     weights_version: int
+    policy_mask: tuple[bool, ...] | None = None
+    episode: Episode | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +202,12 @@ def pack_rollouts(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> Pac
             f"but {len(rollout.logprobs)} log-probabilities"
         )
         tokens += prompt_ids + rollout.token_ids
-        mask += [False] * len(prompt_ids) + [True] * len(rollout.token_ids)
+        policy_mask = (True,) * len(rollout.token_ids) if rollout.policy_mask is None else rollout.policy_mask
+        assert len(policy_mask) == len(rollout.token_ids), (
+            f"answer {rollout.sample} to prompt {rollout.prompt_index} has {len(rollout.token_ids)} tokens "
+            f"but a mask of {len(policy_mask)}"
+        )
+        mask += [False] * len(prompt_ids) + list(policy_mask)
         logprobs += [0.0] * len(prompt_ids) + list(rollout.logprobs)
         bounds.append(len(tokens))
     return PackedBatch(

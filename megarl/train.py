@@ -21,7 +21,6 @@ from megarl.learn import PipelineWatch, annotate_batch, learn
 from megarl.obs.metrics import PhaseTimer
 from megarl.records import Sampling, pack_rollouts
 from megarl.report import RunReport, describe_batch
-from megarl.rollout.collect import generate_everywhere
 from megarl.trainer.ppo import advance_kl_coef, judge
 from megarl.validation import judge_rollouts, validate
 
@@ -42,7 +41,7 @@ def train(job: Job, report: RunReport) -> None:
         epoch = job.data.stream.position.epoch + 1
         prompts = job.data.stream.next_batch()
         with timer.phase("gen"):
-            rollouts = generate_everywhere(job.engine, job.topologies["rollout"], prompts, training_sampling(job, step))
+            rollouts = job.generate(prompts, training_sampling(job, step))
             job.rest_engine()
         batch = pack_rollouts(prompts, rollouts)
         with timer.phase("reward"):

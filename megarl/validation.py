@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.job import Job, derive_seed
+from megarl.judging import judge_answers
 from megarl.obs.report import Accuracy
 from megarl.records import Prompt, Rollout, Sampling
-from megarl.reward.score import Rewards, score_rollouts
-from megarl.rollout.collect import generate_everywhere
+from megarl.reward.score import Rewards
 from megarl.rollout.prompts import split_batches
 
 
@@ -28,18 +27,19 @@ class Validation:
 
 
 def judge_rollouts(job: Job, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> tuple[Rewards, list[str]]:
-    """Scores answers once, on rank 0, and tells every rank; a collective of the world.
+    """The rewards of answers, the same on every rank; a collective of the world.
 
     Returns:
         The rewards, and the decoded answers (special tokens left out).
     """
     texts = job.data.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
-    box: list[Rewards | None] = [None]
-    if dist.get_rank() == 0:
-        box[0] = score_rollouts(prompts, rollouts, texts, job.data.reward, job.config.reward.max_failure_share)
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    assert box[0] is not None
-    return box[0], texts
+    return judge_answers(job.config.reward, job.data.reward, job.scoring, prompts, rollouts, texts), texts
+
+
+def judge_costs(job: Job, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], texts: Sequence[str]) -> Rewards:
+    """The costs of answers, the same on every rank; a collective of the world."""
+    assert job.config.cost is not None and job.data.cost is not None, "this job knows no cost"
+    return judge_answers(job.config.cost, job.data.cost, job.scoring, prompts, rollouts, texts, "cost")
 
 
 def validate(job: Job) -> Validation:
@@ -76,7 +76,7 @@ def _answer(job: Job, sampling: Sampling) -> tuple[list[tuple[Rollout, str]], _S
     parts: list[Tensor] = []
     right = 0.0
     for prompts in split_batches(job.data.held_out, job.config.data.val_batch_size):
-        rollouts = generate_everywhere(job.engine, job.topologies["rollout"], prompts, sampling)
+        rollouts = job.generate(prompts, sampling)
         rewards, texts = judge_rollouts(job, prompts, rollouts)
         kept = rewards.scores[~rewards.is_failed_mask]
         share = rewards.metrics.get("accuracy", rewards.metrics.get("acc", float((kept >= 1.0).double().mean())))

@@ -50,6 +50,20 @@ def save_hf_model(path: Path, family: str, **changes: Any) -> str:
     return str(path)
 
 
+def save_reward_model(path: Path, family: str, **changes: Any) -> str:
+    """Writes a sequence-classification model with one label, of the body of `build_hf_model(...)`; returns its path."""
+    from transformers import LlamaForSequenceClassification, Qwen2ForSequenceClassification
+
+    body = build_hf_model(family, **changes)
+    kinds = {"llama": LlamaForSequenceClassification, "qwen2": Qwen2ForSequenceClassification}
+    body.config.num_labels = 1
+    model = kinds[family](body.config).float()
+    model.model.load_state_dict(body.model.state_dict())
+    model.score.weight.data.copy_(torch.linspace(-0.3, 0.3, body.config.hidden_size)[None])
+    model.save_pretrained(path)
+    return str(path)
+
+
 def build_batch(prompts: list[int], responses: list[int], vocab_size: int = 500, seed: int = 0) -> PackedBatch:
     """Random sequences: prompt b has `prompts[b]` tokens and its answer `responses[b]`."""
     generator = torch.Generator().manual_seed(seed)

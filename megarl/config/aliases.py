@@ -108,6 +108,9 @@ ROWS: tuple[Alias, ...] = (
     Alias("critic.model.fsdp_config.optimizer_offload", "critic.offload.optimizer"),
     # reward, algorithm, trainer
     Alias("custom_reward_function.reward_kwargs", "reward.kwargs"),
+    Alias("reward_model.model.path", "reward_model.model_path"),
+    Alias("reward_model.megatron.tensor_model_parallel_size", "parallel.reward_model.tp"),
+    Alias("reward_model.megatron.pipeline_model_parallel_size", "parallel.reward_model.pp"),
     Alias("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std"),
     Alias("trainer.critic_warmup", "critic.warmup_steps"),
     Alias("trainer.log_val_generations", "trainer.num_samples_to_show"),

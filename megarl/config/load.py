@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config import aliases
 from megarl.config.schema import Choice, Config
+from megarl.config.sources import list_costs, list_rewards, pick_engine
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ def resolve_config(config: Config) -> Config:
         ppo_epochs=_or(config.critic.ppo_epochs, actor.ppo_epochs),
         ppo_mini_batch_size=_or(config.critic.ppo_mini_batch_size, actor.ppo_mini_batch_size),
     )
+    reward_model, cost_model = pick_engine(config.reward_model), pick_engine(config.cost_model)
     shares_actor_grid = config.parallel.ref is None
     ref = put(
         config.ref,
@@ -147,6 +149,10 @@ def resolve_config(config: Config) -> Config:
         actor=actor,
         critic=critic,
         ref=ref,
+        reward=list_rewards(config, reward_model),
+        reward_model=reward_model,
+        cost=list_costs(config.cost, cost_model),
+        cost_model=cost_model,
         trainer=put(trainer, default_local_dir=_or(trainer.default_local_dir, folder)),
         parallel=put(config.parallel, ref=_or(config.parallel.ref, config.parallel.actor)),
     )
@@ -328,6 +334,8 @@ def _assign(merged: Any, setting: Setting, problems: list[str]) -> None:
     """Writes one setting into the merged configuration, or says why its value is refused."""
     option = OPTIONS.get(setting.key)
     parent = setting.key.rsplit(".", 1)[0]
+    if option is not None and _entry_type(option) is not None:
+        setting = dataclasses.replace(setting, value=_check_entries(setting, option, problems))
     try:
         value = setting.value if option is None else _to_type(setting.value, option)
         if parent in SECTIONS and OmegaConf.select(merged, parent) is None:
@@ -338,6 +346,39 @@ def _assign(merged: Any, setting: Setting, problems: list[str]) -> None:
         name = setting.name if setting.name == setting.key else f"{setting.name} ({setting.key})"
         allowed = _describe(option) if option else "an option of this section"
         problems.append(f"{name}={shown} ({setting.where}) is not valid; use {allowed}")
+
+
+def _entry_type(option: Option) -> Any:
+    """The dataclass of the entries of an option that is a list of sections; else None."""
+    inner = typing.get_args(option.type)[:1]
+    return inner[0] if typing.get_origin(option.type) is list and dataclasses.is_dataclass(inner[0]) else None
+
+
+def _check_entries(setting: Setting, option: Option, problems: list[str]) -> Any:
+    """The entries of a list of sections, each value converted; what is wrong in one is told by its place."""
+    if not isinstance(setting.value, list):
+        return setting.value
+    known, _ = _read_schema(_entry_type(option))
+    entries: list[Any] = []
+    for number, entry in enumerate(setting.value):
+        where = f"{setting.name}[{number}]"
+        if not isinstance(entry, dict):
+            problems.append(f"{where}={entry!r} ({setting.where}) must be a section of names and values")
+            continue
+        entries.append(OmegaConf.structured(_entry_type(option)))
+        for name, value in entry.items():
+            if name not in known:
+                near = nearest_name(str(name), known)
+                hint = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
+                problems.append(f"{where}.{name} ({setting.where}) is not an option; {hint}")
+                continue
+            try:
+                OmegaConf.update(entries[-1], name, _to_type(value, known[name]), merge=False)
+            except (OmegaConfBaseException, ValueError, TypeError):
+                problems.append(
+                    f"{where}.{name}={value!r} ({setting.where}) is not valid; use {_describe(known[name])}"
+                )
+    return entries
 
 
 def _to_type(value: Any, option: Option) -> Any:
@@ -361,6 +402,8 @@ def _describe(option: Option) -> str:
     if isinstance(kind, type) and issubclass(kind, Choice):
         text = "one of " + ", ".join(member.value for member in kind)
     elif typing.get_origin(kind) is list:
+        if dataclasses.is_dataclass(typing.get_args(kind)[0]):
+            return "a list of sections such as [{name: a, weight: 1}]"
         item = "whole numbers" if typing.get_args(kind)[0] is int else "text"
         text = f"a list of {item} such as {'[0,1]' if item == 'whole numbers' else '[a,b]'}"
     elif typing.get_origin(kind) is tuple:

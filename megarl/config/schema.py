@@ -64,6 +64,24 @@ class Decay(Choice):
     cosine = "cosine"
 
 
+class RemoteStyle(Choice):
+    json = "json"
+    score = "score"
+    rerank = "rerank"
+    classify = "classify"
+    pooling = "pooling"
+
+
+class ModelEngine(Choice):
+    megatron = "megatron"  # a role on its own grid of ranks, reads the tokens of prompt and answer
+    transformers = "transformers"  # held by rank 0, reads text
+
+
+class ModelDevice(Choice):
+    auto = "auto"
+    cpu = "cpu"
+
+
 class Recompute(Choice):
     none = "none"
     selective = "selective"
@@ -199,6 +217,17 @@ class ValConfig:
 
 
 @dataclass
+class MultiTurnConfig:
+    """Answers of several turns with an environment between them."""
+
+    environment: str | None = None  # path/to/file.py:name; unset = answers of one turn
+    kwargs: dict[str, Any] = field(default_factory=dict)  # what it is built with
+    max_turns: int = 4
+    max_tokens_per_turn: int | None = None  # unset = data.max_response_length // max_turns
+    allow_stripped_thinking: bool = False  # go on with a chat template that drops the thinking of earlier turns
+
+
+@dataclass
 class RolloutConfig:
     name: Engine = Engine.vllm
     n: int = 1  # answers per prompt
@@ -215,13 +244,53 @@ class RolloutConfig:
     free_cache_engine: bool = False  # the engine gives weights and KV cache back while the trainer works (GPU memory)
     share_weights: bool = False  # what a rank trains and its engine needs in the same layout exists once
     val: ValConfig = field(default_factory=ValConfig)
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+
+
+@dataclass
+class SourceConfig:
+    """One part of the reward: one of `function`, `remote`, `model`, `environment` is given, the rest tunes it."""
+
+    name: str | None = None  # in metrics; unset = the function's name, the service's host, the model's folder
+    weight: float = 1.0
+    function: str | None = None  # a rule of megarl (numeric, gsm8k), or path/to/file.py:function
+    kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
+    remote: str | None = None  # the http(s) address of a scoring service
+    model_name: str | None = None  # the name the service knows its model by
+    style: RemoteStyle | None = None  # unset = what the last part of the address names, else json
+    api_key_env: str | None = None  # the environment variable that holds the service's key
+    timeout_s: float = 30.0  # for one request
+    num_retries: int = 4  # of a request that failed in a way that may pass
+    concurrency: int = 16  # requests at a time
+    max_reply_bytes: int = 1048576
+    fields: dict[str, Any] = field(default_factory=dict)  # further fields of each request
+    environment: bool = False  # what the environment of rollout.multi_turn gave
+    model: str | None = None  # reward_model or cost_model (the section), or a folder for transformers on rank 0
+    device: ModelDevice = ModelDevice.auto  # of such a folder's model
 
 
 @dataclass
 class RewardConfig:
-    function: str = "numeric"  # a rule of megarl (numeric, gsm8k), or path/to/file.py:function
+    function: str | None = (
+        None  # the short form of one source; unset = numeric, or the reward model alone if there is one
+    )
     kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
-    max_failure_share: float = 0.5  # a step in which the function failed on more of the answers than this ends the job
+    sources: list[SourceConfig] = field(default_factory=list)  # several sources: the reward is their weighted sum
+    max_failure_share: float = 0.5  # a step in which the reward failed on more of the answers than this ends the job
+    num_workers: int = 2  # processes for functions in the user's own files; 0 = call them in rank 0 itself
+    time_limit_s: float = 60.0  # for one answer in such a process, which is then killed
+
+
+@dataclass
+class ScoringModelConfig:
+    """A model with a head of one number (`score.weight`): the reward model, or the cost model."""
+
+    model_path: str | None = None  # a Hugging Face folder; unset = no such role
+    engine: ModelEngine | None = None  # unset = transformers with device=cpu, else megatron
+    device: ModelDevice = ModelDevice.auto  # of the transformers engine
+    dtype: DType = DType.auto
+    ppo_max_token_len: int = 16384
+    uneven_stages: bool = False
 
 
 @dataclass
@@ -284,7 +353,10 @@ class TrainerConfig:
 
 @dataclass
 class GridConfig:
-    """The grid of one role: tp × pp × dp over `ranks` (unset = all ranks; dp unset = what the ranks give)."""
+    """The grid of one role: tp × pp × dp over `ranks`.
+
+    Unset ranks are all ranks, or the first tp × pp × dp of them where dp is given; an unset dp is what the ranks give.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -298,6 +370,8 @@ class ParallelConfig:
     actor: GridConfig = field(default_factory=GridConfig)
     critic: GridConfig = field(default_factory=GridConfig)
     ref: GridConfig | None = None  # unset = as the actor
+    reward_model: GridConfig = field(default_factory=GridConfig)
+    cost_model: GridConfig = field(default_factory=GridConfig)
     rollout: GridConfig = field(default_factory=GridConfig)
 
 
@@ -309,6 +383,9 @@ class Config:
     ref: RefConfig = field(default_factory=RefConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: ScoringModelConfig = field(default_factory=ScoringModelConfig)
+    cost: RewardConfig | None = None  # where the cost of an answer comes from, in the same terms as its reward
+    cost_model: ScoringModelConfig = field(default_factory=ScoringModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -16,6 +16,7 @@ from typing import Any
 from megarl.config.load import resolve_config
 from megarl.config.model_facts import ModelFacts, read_model_facts
 from megarl.config.schema import AdvEstimator, Config, Engine, GridConfig, KLController, PipelineSchedule, ResumeMode
+from megarl.config.sources import MODEL_ROLES, check_sources, scoring_roles
 from megarl.parallel.topology import Topology, plan_topology
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
@@ -69,9 +70,13 @@ RANGES: dict[str, _Rule] = {
     "rollout.max_num_seqs": _AT_LEAST_1,
     "rollout.sync_bucket_mib": _AT_LEAST_1,
     "rollout.val.n": _AT_LEAST_0,
+    "rollout.multi_turn.max_turns": _AT_LEAST_1,
+    "rollout.multi_turn.max_tokens_per_turn": _AT_LEAST_1,
     "rollout.val.top_p": _TOP_P,
     "rollout.val.top_k": _TOP_K,
     "reward.max_failure_share": _FRACTION,
+    "reward.num_workers": _AT_LEAST_0,
+    "reward.time_limit_s": _POSITIVE,
     "algorithm.gamma": _FRACTION,
     "algorithm.lam": _FRACTION,
     "algorithm.kl_ctrl.kl_coef": _AT_LEAST_0,
@@ -106,6 +111,7 @@ def find_problems(config: Config, world_size: int, model: ModelFacts | None = No
     models = _read_models(config, model, problems)
     grids = _plan_grids(config, world_size, problems)
     problems += _check_files(config)
+    problems += check_sources(written, config)
     problems += _check_sampling(config)
     problems += _check_algorithm(config)
     problems += _check_pipeline(config, grids)
@@ -131,7 +137,8 @@ def needs_reference(config: Config) -> bool:
 
 def model_roles(config: Config) -> tuple[str, ...]:
     """Roles that are Megatron models."""
-    return (*trained_roles(config), "ref") if needs_reference(config) else trained_roles(config)
+    ref = ("ref",) if needs_reference(config) else ()
+    return (*trained_roles(config), *ref, *scoring_roles(config))
 
 
 def _get(config: object, key: str) -> Any:
@@ -176,7 +183,7 @@ def _read_models(config: Config, model: ModelFacts | None, problems: list[str]) 
             facts[role] = read_model_facts(path)
         except ValueError as error:
             problems.append(f"{role}.model_path={path}: {error}")
-    for role in ("critic", "ref"):
+    for role in model_roles(config):
         if role in facts and "actor" in facts and facts[role].vocab_size != facts["actor"].vocab_size:
             problems.append(
                 f"{role}.model_path={_get(config, role).model_path} has a vocabulary of {facts[role].vocab_size}, the "
@@ -238,9 +245,9 @@ def _check_files(config: Config) -> Iterator[str]:
                 yield f"data.{key}: {path} is of an unknown kind; use {', '.join(DATA_KINDS)} or a saved data set"
     if config.trainer.test_freq > 0 and not config.data.val_files:
         yield f"trainer.test_freq={config.trainer.test_freq} needs data.val_files; set them, or test_freq=-1"
-    file, colon, _ = config.reward.function.rpartition(":")
-    if colon and not Path(file).is_file():
-        yield f"reward.function={config.reward.function}: the file {file} does not exist"
+    environment = config.rollout.multi_turn.environment
+    if environment is not None and not Path(environment.rpartition(":")[0]).is_file():
+        yield f"rollout.multi_turn.environment={environment}: no such file; write path/to/file.py:name"
     tokenizer = config.actor.tokenizer_path
     if tokenizer is not None and tokenizer != config.actor.model_path and not Path(tokenizer).is_dir():
         yield f"actor.tokenizer_path={tokenizer} is not a folder; download the tokenizer and name its folder"
@@ -367,11 +374,19 @@ def _nearest(value: int, is_valid: Callable[[int], bool], up_to: int | None = No
 def _check_lengths(config: Config, model: ModelFacts | None) -> Iterator[str]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     longest = prompt + response
+    turns = config.rollout.multi_turn
+    if turns.environment is not None:
+        each = turns.max_tokens_per_turn or response // max(1, turns.max_turns)
+        if not 1 <= each <= response:
+            yield (
+                f"rollout.multi_turn.max_tokens_per_turn={each} must be between 1 and "
+                f"data.max_response_length={response}, which holds all turns and what the environment says"
+            )
     spelled = f"data.max_prompt_length={prompt} + data.max_response_length={response} = {longest}"
     for role in model_roles(config):
-        budget = _get(config, role).ppo_max_token_len
-        if budget < longest:
-            yield f"{role}.ppo_max_token_len={budget} cannot hold one sequence: {spelled}; use {longest} or more"
+        budget, least = _get(config, role).ppo_max_token_len, longest + (role in MODEL_ROLES.values())
+        if budget < least:  # the score of a whole sequence is read one token after its end
+            yield f"{role}.ppo_max_token_len={budget} cannot hold one sequence: {spelled}; use {least} or more"
     if model is not None and longest > model.max_position_embeddings:
         yield (
             f"{spelled} tokens, but the model reads at most max_position_embeddings={model.max_position_embeddings}; "

@@ -111,7 +111,9 @@ def run_policy_head(
 
 def compute_values(model: torch.nn.Module, hidden: Tensor, micro: MicroBatch, groups: RoleGroups) -> Tensor:
     """Last stage of a critic: values [K] fp32 of the states before the policy tokens."""
-    return unwrap(model).output_layer(read_hidden(hidden, micro, groups))
+    head = unwrap(model).output_layer
+    assert head is not None, "this stage has no value head"
+    return head(read_hidden(hidden, micro, groups))
 
 
 def hidden_shape(micro: MicroBatch, groups: RoleGroups, hidden_size: int) -> tuple[int, int, int]:

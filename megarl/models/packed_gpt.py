@@ -62,11 +62,10 @@ class PackedGPT(GPTModel):
         """[Vp, H]: this rank's rows of the output projection, the embedding's where the two are tied."""
         if "tied_head" in vars(self):
             return vars(self)["tied_head"][0]
-        weight = (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else self.output_layer.weight
-        )
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            weight = None if self.output_layer is None else self.output_layer.weight
         assert weight is not None, "this stage has no head"
         return weight
 

@@ -123,7 +123,7 @@ def plan_topology(
         role: the role's name, for messages.
         world_size: ranks in the job.
         tp, pp: sizes; dp: size, or None = what the ranks give.
-        ranks: global ranks of the role, or None = all.
+        ranks: global ranks of the role, or None = all; with a dp that needs fewer, the first tp × pp × dp of them.
         order: which axis runs fastest.
 
     Raises:
@@ -132,7 +132,8 @@ def plan_topology(
     for name, size in (("tp", tp), ("pp", pp), ("dp", 1 if dp is None else dp)):
         if size < 1:
             raise ValueError(f"parallel.{role}.{name}={size} must be 1 or more")
-    chosen = tuple(range(world_size)) if ranks is None else tuple(sorted(ranks))
+    wanted = world_size if dp is None else min(world_size, tp * pp * dp)
+    chosen = tuple(range(wanted)) if ranks is None else tuple(sorted(ranks))
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"parallel.{role}.ranks={list(chosen)} names a rank twice")
     outside = [rank for rank in chosen if not 0 <= rank < world_size]

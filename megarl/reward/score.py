@@ -1,35 +1,27 @@
-"""Scores the answers of a batch with one reward function.
+"""The reward of an answer from one or several sources.
 
-    "numeric" | "gsm8k" | "path/to/file.py:function"  ->  load_reward_function  ->  dry_run on one real row, at start
-    prompts, rollouts, their texts                    ->  score_rollouts        ->  Rewards, one score an answer
+    sources: rule functions, a pool, a service, a model            (verdict.Scorer)   ─┐
+    dry_run on one real row, before any model is built                                 ├─> join_verdicts ─> Rewards
+    a reward model on its own grid of ranks: [B] scores            (read_scores)      ─┘
 
-A function that raises, or returns no finite number, has *failed* on that answer: the answer is marked and left out
-of training. When it fails on more than a set share of a batch, the job ends.
+The reward is the weighted sum of the sources' scores. An answer that one source could not judge has *failed*: a sum
+with a part missing would be a wrong reward, and a missing part is not a zero. When more than a set share of a batch
+fails, the job ends.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
-import inspect
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megarl.records import Prompt, Rollout
-from megarl.reward.rules import RULES
+from megarl.reward.function import RewardFunction, read_result
+from megarl.reward.verdict import Answer, Scorer, Verdict, failed
 
-RewardFunction = Callable[[str, str, Any, Mapping[str, Any]], Any]
-"""(data_source, solution_str, ground_truth, extra_info) -> a number, or a dictionary with "score"."""
-
-_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _FAILURES_SHOWN = 3
 
 
@@ -39,9 +31,10 @@ class Rewards:
 
     Attributes:
         scores: [B] fp32; means nothing where `is_failed_mask` is True (it is 0 there, never NaN).
-        is_failed_mask: [B] bool, True = the function failed on this answer: leave it out of everything.
+        is_failed_mask: [B] bool, True = a source failed on this answer: leave it out of everything.
         failures: one message for each failed answer.
-        metrics: mean over the answers that have it, of every further number that the function returned.
+        metrics: mean over the answers that have it, of every further number that the sources gave, and of each
+            source's own score where there are several.
     """
 
     scores: Tensor
@@ -55,193 +48,178 @@ class Rewards:
         return self.scores[~self.is_failed_mask].mean().item()
 
 
-def load_reward_function(spec: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
-    """Finds a reward function and fixes its further arguments.
+@dataclass(frozen=True)
+class Source:
+    """A named part of the reward.
+
+    `role` names the Megatron model that scores, on its own ranks; else rank 0 holds a `scorer`, and the other ranks
+    none.
+    """
+
+    name: str
+    weight: float = 1.0
+    scorer: Scorer | None = field(default=None, compare=False)
+    role: str | None = None
+
+
+class FunctionScorer:
+    """Calls a function in this very process: for the rules of megarl, which return at once."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+
+    def score(self, answers: Sequence[Answer], max_failures: int) -> list[Verdict]:
+        """See `Scorer.score`."""
+        verdicts: list[Verdict] = []
+        for answer in answers:
+            prompt = answer.prompt
+            try:
+                result = self._function(prompt.data_source, answer.text, prompt.ground_truth, prompt.extra_info)
+                verdicts.append(Verdict(*read_result(result)))
+            except Exception as error:  # noqa: BLE001 - a user's function: the answer is marked, the share capped
+                verdicts.append(failed(f"{type(error).__name__}: {error}"))
+        return verdicts
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class EpisodeScorer:
+    """What the environment of a multi-turn answer gave: the sum over its turns."""
+
+    def score(self, answers: Sequence[Answer], max_failures: int) -> list[Verdict]:
+        """See `Scorer.score`."""
+        verdicts: list[Verdict] = []
+        for answer in answers:
+            episode = answer.rollout.episode
+            assert episode is not None, f"{answer.name} has no environment; rollout.multi_turn gives it one"
+            verdicts.append(Verdict(episode.reward, {"num_turns": float(len(episode.turns))}))
+        return verdicts
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def dry_run(scorer: Scorer, prompt: Prompt, spec: str) -> float:
+    """Asks a source once about a real row, with the ground truth as the answer.
 
     Args:
-        spec: the name of a rule, or `path/to/file.py:function`.
-        kwargs: further keyword arguments (`reward.kwargs`).
-
-    Raises:
-        ValueError: an unknown rule, a missing or failing file, a missing function, arguments that do not fit.
-    """
-    function = _load_from_file(spec) if ":" in spec or spec.endswith(".py") else RULES.get(spec)
-    if function is None:
-        raise ValueError(
-            f"reward.function={spec} is not a rule of megarl; {_hint(spec, RULES)}, or name path/to/file.py:function"
-        )
-    fixed = dict(kwargs or {})
-    _check_arguments(spec, function, fixed)
-
-    def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Any:
-        return function(
-            data_source=data_source,
-            solution_str=solution_str,
-            ground_truth=ground_truth,
-            extra_info=dict(extra_info),
-            **fixed,
-        )
-
-    return score
-
-
-def dry_run(function: RewardFunction, prompt: Prompt, spec: str) -> float:
-    """Calls the function once on a real row, with the ground truth as the answer, and checks what it returns.
+        spec: the option and its value, for messages.
 
     Returns:
         The score.
 
     Raises:
-        ValueError: the function raises, or returns neither a finite number nor a dictionary with "score".
+        ValueError: the source fails on it.
     """
-    try:
-        result = function(prompt.data_source, str(prompt.ground_truth), prompt.ground_truth, prompt.extra_info)
-        return read_result(result)[0]
-    except Exception as error:
+    token_ids = prompt.token_ids[-1:]  # any answer of one token, for sources that read tokens
+    rollout = Rollout(0, 0, token_ids, (0.0,) * len(token_ids), is_finished=True, weights_version=0)
+    (verdict,) = scorer.score([Answer(prompt, rollout, str(prompt.ground_truth))], 0)
+    if verdict.failure is not None:
         raise ValueError(
-            f"reward.function={spec} fails on row {prompt.row} (data_source={prompt.data_source!r}, "
-            f"ground_truth={prompt.ground_truth!r}): {type(error).__name__}: {error}"
-        ) from error
+            f"{spec} fails on row {prompt.row} (data_source={prompt.data_source!r}, "
+            f"ground_truth={prompt.ground_truth!r}): {verdict.failure}"
+        )
+    return verdict.score
 
 
-def score_rollouts(
-    prompts: Sequence[Prompt],
-    rollouts: Sequence[Rollout],
-    texts: Sequence[str],
-    function: RewardFunction,
-    max_failure_share: float = 0.5,
+def count_bearable(num_answers: int, max_failure_share: float) -> int:
+    """How many of the answers may fail before the job ends."""
+    return math.floor(max_failure_share * num_answers + 1e-9)
+
+
+def read_scores(scores: Tensor) -> list[Verdict]:
+    """Verdicts of a model's scores [B]; one that is not finite is a failure."""
+    return [
+        Verdict(score) if math.isfinite(score) else failed(f"the score is {score}, which is not finite")
+        for score in scores.tolist()
+    ]
+
+
+def join_verdicts(
+    sources: Sequence[Source],
+    verdicts: Sequence[Sequence[Verdict]],
+    names: Callable[[int], str],
+    max_failure_share: float,
+    section: str = "reward",
 ) -> Rewards:
-    """Scores B answers.
+    """The rewards of B answers from the verdicts of all sources.
 
     Args:
-        prompts: the prompts that the engine was given.
-        rollouts: B answers; `prompt_index` points into `prompts`.
-        texts: B decoded answers, in the order of `rollouts`.
-        function: as `load_reward_function` gives it.
+        sources: one or more.
+        verdicts: for each source, one verdict for each answer.
+        names: position of an answer -> what it is called in messages.
         max_failure_share: the share of failed answers above which the job ends.
+        section: of the configuration, for messages.
 
     Raises:
         RuntimeError: too many failures; the message holds the first ones.
     """
-    assert len(rollouts) == len(texts), f"{len(rollouts)} answers but {len(texts)} texts"
-    scores: list[float] = []
-    is_failed: list[bool] = []
-    failures: list[str] = []
-    numbers: dict[str, list[float]] = {}
-    for rollout, text in zip(rollouts, texts, strict=True):
-        prompt = prompts[rollout.prompt_index]
-        num_failures = len(failures)
-        try:
-            score, others = read_result(function(prompt.data_source, text, prompt.ground_truth, prompt.extra_info))
-        except Exception as error:  # noqa: BLE001 - a user's function: the answer is marked, the share capped below
-            failures.append(f"row {prompt.row}, answer {rollout.sample}: {type(error).__name__}: {error}")
-            score, others = 0.0, {}
-        is_failed.append(len(failures) > num_failures)
-        scores.append(score)
-        for name, value in others.items():
-            numbers.setdefault(name, []).append(value)
-    if len(failures) > max_failure_share * len(rollouts):
+    assert sources and len(sources) == len(verdicts), f"{len(sources)} sources, verdicts of {len(verdicts)}"
+    failures: dict[int, str] = {}
+    for source, judged in zip(sources, verdicts, strict=True):
+        prefix = f"{source.name}: " if len(sources) > 1 else ""
+        for index, verdict in enumerate(judged):
+            if verdict.failure is not None:
+                failures.setdefault(index, f"{names(index)}: {prefix}{verdict.failure}")
+    num_answers = len(verdicts[0])
+    told = tuple(failures[index] for index in sorted(failures))
+    if len(failures) > count_bearable(num_answers, max_failure_share):
         raise RuntimeError(
-            f"the reward function failed on {len(failures)} of {len(rollouts)} answers, more than "
-            f"reward.max_failure_share={max_failure_share}; the first: {'; '.join(failures[:_FAILURES_SHOWN])}"
+            f"the {section} failed on {len(failures)} of {num_answers} answers, more than "
+            f"{section}.max_failure_share={max_failure_share}; the first: {'; '.join(told[:_FAILURES_SHOWN])}"
         )
+    is_failed = torch.zeros(num_answers, dtype=torch.bool)
+    is_failed[list(failures)] = True
+    total = torch.zeros(num_answers, dtype=torch.float64)
+    for source, judged in zip(sources, verdicts, strict=True):
+        total += source.weight * torch.tensor([verdict.score for verdict in judged], dtype=torch.float64)
     return Rewards(
-        scores=torch.tensor(scores, dtype=torch.float32),
-        is_failed_mask=torch.tensor(is_failed, dtype=torch.bool),
-        failures=tuple(failures),
-        metrics={name: sum(values) / len(values) for name, values in numbers.items()},
+        scores=total.where(~is_failed, 0.0).float(),
+        is_failed_mask=is_failed,
+        failures=told,
+        metrics=_average_metrics(sources, verdicts),
     )
 
 
-def read_result(result: Any) -> tuple[float, dict[str, float]]:
-    """The score and the other finite numbers of what a reward function returned; texts beside them are left alone.
-
-    Raises:
-        ValueError: no number, not finite, or a dictionary without "score".
-    """
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            raise ValueError(f"the reward function returned a dictionary without 'score': {sorted(map(str, result))}")
-        others = {str(name): _as_number(value) for name, value in result.items() if name != "score"}
-        score = _as_number(result["score"])
-        shown = result["score"]
-    else:
-        others, score, shown = {}, _as_number(result), result
-    if score is None:
-        raise ValueError(f"the reward function must return a number or a dictionary with 'score', not {shown!r}")
-    if not math.isfinite(score):
-        raise ValueError(f"the reward function returned {score}, which is not finite")
-    return score, {name: value for name, value in others.items() if value is not None and math.isfinite(value)}
+def _average_metrics(sources: Sequence[Source], verdicts: Sequence[Sequence[Verdict]]) -> dict[str, float]:
+    """Means by name. A name that two sources use is told as `source/name`; so is each source's score."""
+    by_source: list[dict[str, list[float]]] = []
+    for judged in verdicts:
+        numbers: dict[str, list[float]] = {}
+        for verdict in judged:
+            if verdict.failure is None:
+                own = {"score": verdict.score} if len(sources) > 1 else {}
+                for name, value in {**verdict.metrics, **own}.items():
+                    numbers.setdefault(name, []).append(value)
+        by_source.append(numbers)
+    named = [name for numbers in by_source for name in numbers]
+    return {
+        f"{source.name}/{name}" if name == "score" or named.count(name) > 1 else name: sum(values) / len(values)
+        for source, numbers in zip(sources, by_source, strict=True)
+        for name, values in numbers.items()
+    }
 
 
-def _as_number(value: Any) -> float | None:
-    """Python, numpy and one-element torch numbers; None for anything else, text included."""
-    if isinstance(value, bool | int | float):
-        return float(value)
-    is_scalar = hasattr(value, "item") and getattr(value, "shape", None) in ((), torch.Size([]), (1,))
-    return _as_number(value.item()) if is_scalar else None
+def score_answers(sources: Sequence[Source], answers: Sequence[Answer], max_failure_share: float = 0.5) -> Rewards:
+    """The rewards of B answers from sources that this rank holds all of. See `join_verdicts`."""
+    verdicts = [ask_source(source, answers, max_failure_share) for source in sources]
+    return join_verdicts(sources, verdicts, lambda index: answers[index].name, max_failure_share)
 
 
-def _load_from_file(spec: str) -> Callable[..., Any]:
-    path, _, name = spec.rpartition(":")
-    if not path:
-        raise ValueError(f"reward.function={spec} names no function; write {spec}:function")
-    if not Path(path).is_file():
-        raise ValueError(f"reward.function={spec}: the file {path} does not exist")
-    module = _import_file(path, spec)
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        raise ValueError(f"reward.function={spec}: {path} has no function {name}; {_hint(name, own)}")
-    return function
+def ask_source(source: Source, answers: Sequence[Answer], max_failure_share: float) -> list[Verdict]:
+    """One source's verdicts, as many as there are answers. An answer whose environment failed is not asked about."""
+    assert source.scorer is not None, f"source {source.name} is not held by this rank"
+    asked = [answer for answer in answers if find_lost(answer) is None]
+    verdicts = source.scorer.score(asked, count_bearable(len(answers), max_failure_share))
+    assert len(verdicts) == len(asked), f"{source.name}: {len(verdicts)} verdicts for {len(asked)} answers"
+    found = iter(verdicts)
+    return [find_lost(answer) or next(found) for answer in answers]
 
 
-def _import_file(path: str, spec: str) -> ModuleType:
-    name = f"megarl_user_reward_{Path(path).stem}"
-    loader = importlib.util.spec_from_file_location(name, path)
-    assert loader is not None and loader.loader is not None, f"no loader for {path}"
-    module = importlib.util.module_from_spec(loader)
-    sys.modules[name] = module  # dataclasses and pickling inside the file look it up
-    try:
-        loader.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ValueError(
-            f"reward.function={spec}: {path} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    return module
-
-
-def _check_arguments(spec: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a function that cannot be called with the four names and `kwargs`."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        accepted = set(parameters) | set(_ARGUMENTS) | set(kwargs)
-    else:
-        accepted = {name for name, parameter in parameters.items() if parameter.kind is not parameter.POSITIONAL_ONLY}
-    missing = [name for name in _ARGUMENTS if name not in accepted]
-    if missing:
-        raise ValueError(f"reward.function={spec} must take the arguments {', '.join(_ARGUMENTS)}; it lacks {missing}")
-    for name in kwargs:
-        if name in _ARGUMENTS or name not in accepted:
-            own = sorted(accepted - set(_ARGUMENTS))
-            raise ValueError(f"reward.kwargs.{name} is not an argument of reward.function={spec}; {_hint(name, own)}")
-    needed = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and name not in (*_ARGUMENTS, *kwargs)
-    ]
-    if needed:
-        raise ValueError(f"reward.function={spec} also needs {', '.join(needed)}; set reward.kwargs.{needed[0]}")
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(names) or 'none'}"
+def find_lost(answer: Answer) -> Verdict | None:
+    """The failed verdict of an answer whose environment failed, whatever a source may say of it; else None."""
+    episode = answer.rollout.episode
+    return (
+        None if episode is None or episode.failure is None else failed(f"its environment failed in {episode.failure}")
+    )

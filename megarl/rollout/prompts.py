@@ -91,7 +91,8 @@ def build_prompts(
                 continue
             token_ids = token_ids[-max_prompt_length:] if overlong == "left" else token_ids[:max_prompt_length]
             text = str(tokenizer.decode(list(token_ids)))
-        prompts.append(_with_reward_fields(rows[index], index, token_ids, text, origin))
+        messages = () if raw_prompt else read_messages(rows[index], index, prompt_key, origin)
+        prompts.append(_with_reward_fields(rows[index], index, token_ids, text, messages, origin))
     if too_long and overlong == "error":
         shown = ", ".join(f"row {index}: {length}" for index, length in too_long[:3])
         longest = max(length for _, length in too_long)
@@ -122,15 +123,9 @@ def render_prompt(
     origin: str,
 ) -> str:
     """The text of one row that the model reads, chat template applied. Raises ValueError naming origin and row."""
-    value = row.get(prompt_key)
-    if value is None and prompt_key == "prompt":
-        value = row.get("question")
     where = f"{origin}: row {index}"
-    if value is None:
-        raise ValueError(
-            f"{where} has no column {prompt_key!r}; its columns are {', '.join(map(str, row))}; set data.prompt_key"
-        )
     if raw_prompt:
+        value = _read_prompt(row, prompt_key, where)
         if not isinstance(value, str):
             raise ValueError(f"{where}: data.raw_prompt=true needs plain text in {prompt_key!r}, not chat messages")
         return value
@@ -139,7 +134,7 @@ def render_prompt(
             "the tokenizer has no chat template; set data.chat_template to a Jinja template or a file with one, "
             "or data.raw_prompt=true to encode plain text as it is"
         )
-    messages = _to_messages(value, where, prompt_key)
+    messages = list(map(dict, read_messages(row, index, prompt_key, origin)))
     try:
         return str(
             tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
@@ -148,13 +143,30 @@ def render_prompt(
         raise ValueError(f"{where}: the chat template refuses the messages: {error}") from error
 
 
-def _to_messages(value: Any, where: str, prompt_key: str) -> list[dict[str, Any]]:
+def read_messages(row: Row, index: int, prompt_key: str, origin: str) -> tuple[dict[str, str], ...]:
+    """The chat of one row, each message with role and content. Raises ValueError naming origin and row."""
+    where = f"{origin}: row {index}"
+    return tuple(_to_messages(_read_prompt(row, prompt_key, where), where, prompt_key))
+
+
+def _read_prompt(row: Row, prompt_key: str, where: str) -> Any:
+    value = row.get(prompt_key)
+    if value is None and prompt_key == "prompt":
+        value = row.get("question")
+    if value is None:
+        raise ValueError(
+            f"{where} has no column {prompt_key!r}; its columns are {', '.join(map(str, row))}; set data.prompt_key"
+        )
+    return value
+
+
+def _to_messages(value: Any, where: str, prompt_key: str) -> list[dict[str, str]]:
     """Any form of a prompt as messages with plain text, so that all forms give the same ids."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, Sequence) or not value:
         raise ValueError(f"{where}: {prompt_key!r} holds {type(value).__name__}; use text or a list of chat messages")
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, str]] = []
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"{where}: message {number} of {prompt_key!r} must have a role and a content")
@@ -180,7 +192,9 @@ def _encode(
             yield tuple(token_ids)
 
 
-def _with_reward_fields(row: Row, index: int, token_ids: tuple[int, ...], text: str, origin: str) -> Prompt:
+def _with_reward_fields(
+    row: Row, index: int, token_ids: tuple[int, ...], text: str, messages: tuple[dict[str, str], ...], origin: str
+) -> Prompt:
     reward_model = row.get("reward_model")
     if isinstance(reward_model, Mapping):
         ground_truth = reward_model.get("ground_truth")
@@ -196,6 +210,7 @@ def _with_reward_fields(row: Row, index: int, token_ids: tuple[int, ...], text: 
         data_source=str(row.get("data_source") or ""),
         ground_truth=ground_truth,
         extra_info=extra_info,
+        messages=messages,
     )
 
 

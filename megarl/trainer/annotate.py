@@ -1,4 +1,5 @@
-"""Forward-only passes: log-probs of actor and reference, values of the critic, for every policy token of a batch.
+"""Forward-only passes: log-probs of actor and reference, values of the critic, for every policy token of a batch;
+scores of reward and cost models, one for each sequence.
 
     passes on the same ranks with as many stages ──> one stream of micro-batches, never drained between models
 
@@ -93,6 +94,54 @@ def annotate_values(role: Role | None, batch: PackedBatch) -> Tensor:
     return annotate([value_pass("values", role)], batch)[0]["values"]
 
 
+def annotate_sequence_scores(role: Role | None, batch: PackedBatch) -> Tensor:
+    """[B] fp32 on every rank: what a reward or cost model gives each sequence, read at its last token.
+
+    That is the value of the state after the last token: of the state before a token that is put behind each sequence.
+    """
+    longer = append_end_tokens(batch)
+    return annotate_values(role, longer)[longer.cu_seqlens[1:] - 1]
+
+
+def append_end_tokens(batch: PackedBatch) -> PackedBatch:
+    """The batch with one more policy token, of id 0, behind each sequence: nothing reads the token itself.
+
+    The other policy tokens keep their mask, so that answers still share their prompt.
+    """
+    ends = batch.cu_seqlens[1:]
+    steps = torch.arange(batch.num_sequences + 1)
+
+    def put_behind(values: Tensor, value: float) -> Tensor:
+        longer = values.new_full((batch.num_tokens + batch.num_sequences,), value)
+        is_new = torch.zeros(longer.numel(), dtype=torch.bool)
+        is_new[ends + steps[:-1]] = True
+        longer[~is_new] = values
+        return longer
+
+    return PackedBatch(
+        tokens=put_behind(batch.tokens, 0),
+        cu_seqlens=batch.cu_seqlens + steps,
+        response_mask=put_behind(batch.response_mask, True),
+        rollout_logprobs=put_behind(batch.rollout_logprobs, 0.0),
+        group=batch.group,
+        is_finished=batch.is_finished,
+    )
+
+
+@torch.no_grad()
+def score_share(one: Pass, batch: PackedBatch) -> Tensor:
+    """[T] fp32: one model's scores of a batch that this rank's replica has to itself; called by all its ranks.
+
+    Only the rank of the head knows them; on the others the result is zero, as it is outside the policy tokens.
+    """
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {one.name: []}
+    _run_stream([one], batch, Profile(), parts, alone=True)
+    found = torch.zeros(batch.num_tokens)
+    for scores, index in parts[one.name]:
+        found[index] = scores.float()
+    return found
+
+
 def group_streams(passes: Sequence[Pass]) -> list[list[Pass]]:
     """This rank's passes that run as one stream: on the same ranks, with as many stages and as many chunks on each."""
     streams: dict[tuple[tuple[int, ...], int, int], list[Pass]] = {}
@@ -104,9 +153,17 @@ def group_streams(passes: Sequence[Pass]) -> list[list[Pass]]:
 
 
 def _run_stream(
-    passes: Sequence[Pass], batch: PackedBatch, profile: Profile, parts: dict[str, list[tuple[Tensor, Tensor]]]
+    passes: Sequence[Pass],
+    batch: PackedBatch,
+    profile: Profile,
+    parts: dict[str, list[tuple[Tensor, Tensor]]],
+    alone: bool = False,
 ) -> PipelineRun:
-    """Runs passes as one stream and adds (scores, positions) of this rank to `parts`."""
+    """Runs passes as one stream and adds (scores, positions) of this rank to `parts`.
+
+    Args:
+        alone: this replica takes the whole batch; else each takes its share.
+    """
     lengths = batch.lengths.tolist()
     plans: list[ModelPlan] = []
     models: dict[str, StageModel] = {}
@@ -116,8 +173,10 @@ def _run_stream(
         assert role is not None, f"{each.name}: the ranks of a stream have all its roles"
         topology = role.groups.topology
         everything = range(batch.num_sequences)
-        cuts = plan_replicas(batch, everything, topology.dp_size, role.max_tokens, role.max_sequences)
-        micros = [build_micro_batch(batch, rows, topology.tp_size) for rows in cuts[role.groups.at.dp]]
+        num_shares = 1 if alone else topology.dp_size
+        cuts = plan_replicas(batch, everything, num_shares, role.max_tokens, role.max_sequences)
+        own = cuts[0 if alone else role.groups.at.dp]
+        micros = [build_micro_batch(batch, rows, topology.tp_size) for rows in own]
         plans.append(ModelPlan(each.name, topology.chunk_stages, (len(micros),), trains=False))
         work[each.name] = tuple(
             max(1.0, *(float(sum(lengths[row] for row in rows)) for rows in parts_of))

@@ -90,10 +90,11 @@ class HFFolder:
         return part[start : start + length] if axis == 0 else part[:, start : start + length]
 
 
-def check_folder(source: HFFolder, family: Family, spec: ModelSpec, head: str) -> None:
+def check_folder(source: HFFolder, family: Family, spec: ModelSpec, head: str, needs_value_head: bool = False) -> None:
     """Raises one ValueError that lists every tensor that is missing, of another shape, or unknown.
 
     A critic (`head="value"`) needs no head on disk: its value head starts fresh, and a policy's output layer is left.
+    A model whose scores are used as they are has `needs_value_head`: a fresh one would give every answer the same.
     """
     wanted = hf_shapes(family, spec, "policy")
     problems: list[str] = []
@@ -104,6 +105,11 @@ def check_folder(source: HFFolder, family: Family, spec: ModelSpec, head: str) -
                 problems.append(f"missing tensor {name} {list(shape)}")
         elif source.shape(name) != shape:
             problems.append(f"tensor {name} has shape {list(source.shape(name))}, config.json says {list(shape)}")
+    if VALUE_HEAD in source.files and source.shape(VALUE_HEAD) != (1, spec.hidden_size):
+        problems.append(f"tensor {VALUE_HEAD} has shape {list(source.shape(VALUE_HEAD))}, a head of one number has "
+                        f"{[1, spec.hidden_size]}")  # fmt: skip
+    elif needs_value_head and VALUE_HEAD not in source.files:
+        problems.append(f"missing tensor {VALUE_HEAD} {[1, spec.hidden_size]}: this model was not trained to score")
     known = {*wanted, family.head, VALUE_HEAD}
     problems += [f"unknown tensor {name}" for name in sorted(set(source.files) - known)]
     if problems:

@@ -18,12 +18,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algo": set(),
     "records": set(),
     "device": set(),
+    "user_code": set(),
     "ops": {"device", "records", "algo"},
     "parallel": {"device", "records"},
     "models": {"device", "records", "parallel", "ops"},
     "weights": {"device", "records", "models.layout", "parallel.topology", "ops"},
-    "rollout": {"device", "records", "obs", "parallel.topology", "parallel.transfer", "weights"},
-    "reward": {"device", "records", "obs"},
+    "rollout": {"device", "records", "obs", "parallel.topology", "parallel.transfer", "weights", "user_code"},
+    "reward": {"device", "records", "obs", "user_code"},
     "obs": {"device", "records"},
     "config": {"device", "records", "parallel.topology", "parallel.partition"},
     "trainer": {"device", "records", "models", "parallel", "weights", "ops", "algo", "obs", "config.schema"},
@@ -39,6 +40,8 @@ TOP = {
     "plan",
     "reshard_table",
     "validation",
+    "judging",
+    "generation",
     "report",
     "cli",
     "__main__",
@@ -49,6 +52,7 @@ TOP = {
 DOORS: dict[str, set[str]] = {
     "omegaconf": {"config/load.py"},
     "torch.cuda": {"device.py"},
+    "httpx2": {"reward/remote.py"},
     "vllm": {"rollout/vllm_engine.py", "weights/vllm_sync.py"},
     "megatron.core.transformer.transformer_config.TransformerConfig": {"models/build.py"},
     "megatron.core.transformer.TransformerConfig": {"models/build.py"},
@@ -56,7 +60,7 @@ DOORS: dict[str, set[str]] = {
 WITHOUT_MEGATRON = {"algo", "ops", "config", "rollout", "reward", "obs", "launch", "records"}
 PURE = re.compile(
     r"algo/.*|models/layout\.py|weights/(plan|blocks|shapes|rounds|order)\.py|parallel/(topology|partition|schedule|costs"
-    r"|bounds|policy|list_schedule|generators|checker|simulate|picker)\.py"
+    r"|bounds|policy|list_schedule|generators|checker|simulate|picker|transfer_plan)\.py"
 )
 IMPURE = {"torch.distributed", "os", "time", "socket", "subprocess", "megarl.device"}
 STANDARD_AND_TORCH = re.compile(

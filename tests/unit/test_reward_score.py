@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from megarl.records import Prompt, Rollout
-from megarl.reward.score import dry_run, load_reward_function, score_rollouts
+from megarl.reward.function import load_reward_function
+from megarl.reward.score import FunctionScorer, Source, dry_run, join_verdicts, read_scores, score_answers
+from megarl.reward.verdict import Answer, Verdict, failed
 
 PROMPT = Prompt(row=4, token_ids=(1,), text="", data_source="src", ground_truth="3", extra_info={"index": 4})
 
@@ -24,12 +26,15 @@ def write(tmp_path):
     return run
 
 
-def score(function, texts, **options):
-    rollouts = [
-        Rollout(prompt_index=0, sample=i, token_ids=(), logprobs=(), is_finished=True, weights_version=0)
-        for i in range(len(texts))
+def build_answers(texts):
+    return [
+        Answer(PROMPT, Rollout(0, i, token_ids=(), logprobs=(), is_finished=True, weights_version=0), text)
+        for i, text in enumerate(texts)
     ]
-    return score_rollouts([PROMPT], rollouts, texts, function, **options)
+
+
+def score(function, texts, **options):
+    return score_answers([Source("f", 1.0, FunctionScorer(function))], build_answers(texts), **options)
 
 
 def test_rule_by_name():
@@ -95,13 +100,13 @@ def test_function_with_any_keywords_fits(write):
 def test_dry_run_finds_a_wrong_return(write, body):  # case H4
     spec = write(body)
     with pytest.raises(ValueError) as caught:
-        dry_run(load_reward_function(spec), PROMPT, spec)
+        dry_run(FunctionScorer(load_reward_function(spec)), PROMPT, f"reward.function={spec}")
     assert spec in str(caught.value) and "row 4" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), torch.tensor(1.0), {"score": 1, "note": "x"}])
 def test_dry_run_accepts_numbers_and_dictionaries(value):
-    assert dry_run(lambda *args: value, PROMPT, "f") == 1.0
+    assert dry_run(FunctionScorer(lambda *args: value), PROMPT, "f") == 1.0
 
 
 def test_failed_answers_are_marked_and_the_others_scored():  # case H4, D2
@@ -141,3 +146,47 @@ def test_a_function_cannot_change_the_prompt(write):
     function = load_reward_function(write("extra_info['index'] = 9; return 1.0"))
     score(function, ["a"])
     assert PROMPT.extra_info == {"index": 4}
+
+
+@pytest.mark.parametrize(("share", "num_answers", "bearable"), [(0.5, 2, 1), (0.5, 3, 1), (0.1, 40, 4), (0.7, 10, 7),
+                                                               (0.0, 5, 0), (1.0, 5, 5)])  # fmt: skip
+def test_as_many_may_fail_as_the_share_says(share, num_answers, bearable):
+    verdicts = [failed("x") if i < bearable else Verdict(1.0) for i in range(num_answers)]
+    join_verdicts([Source("f")], [verdicts], str, share)
+    if bearable < num_answers:
+        with pytest.raises(RuntimeError):
+            join_verdicts([Source("f")], [[*verdicts[:bearable], failed("x"), *verdicts[bearable + 1 :]]], str, share)
+
+
+def test_sources_are_summed_with_their_weights():
+    verdicts = [[Verdict(1.0), Verdict(0.0)], [Verdict(0.5), Verdict(3.0)]]
+    rewards = join_verdicts([Source("rule", 2.0), Source("model", -1.0)], verdicts, str, 0.5)
+    assert rewards.scores.tolist() == [1.5, -3.0]
+    assert rewards.metrics == {"rule/score": 0.5, "model/score": 1.75}
+
+
+def test_an_answer_that_one_source_could_not_judge_has_failed():
+    """Case D2: what the other source said of it is not a reward."""
+    verdicts = [[Verdict(1.0), Verdict(1.0)], [failed("down"), Verdict(1.0)]]
+    rewards = join_verdicts([Source("rule"), Source("remote")], verdicts, "answer {}".format, 0.5)
+    assert rewards.is_failed_mask.tolist() == [True, False]
+    assert rewards.failures == ("answer 0: remote: down",)
+    assert rewards.scores[1] == 2.0
+
+
+def test_failures_of_all_sources_count_together():
+    verdicts = [[failed("a"), Verdict(1.0), Verdict(1.0)], [Verdict(1.0), failed("b"), Verdict(1.0)]]
+    with pytest.raises(RuntimeError, match="failed on 2 of 3 answers"):
+        join_verdicts([Source("rule"), Source("remote")], verdicts, str, 0.5)
+
+
+def test_numbers_of_two_sources_under_one_name_are_kept_apart():
+    one, other = Verdict(1.0, {"accuracy": 1.0, "format": 0.5}), Verdict(2.0, {"accuracy": 0.0})
+    rewards = join_verdicts([Source("a"), Source("b")], [[one], [other]], str, 0.5)
+    expected = {"a/accuracy": 1.0, "b/accuracy": 0.0, "format": 0.5, "a/score": 1.0, "b/score": 2.0}
+    assert rewards.metrics == expected
+
+
+def test_a_models_score_that_is_not_finite_is_a_failure():
+    verdicts = read_scores(torch.tensor([0.5, math.nan, -math.inf]))
+    assert [verdict.failure is None for verdict in verdicts] == [True, False, False]

@@ -1,0 +1,179 @@
+"""Rewards and costs of a job: opens the sources that the configuration names, and asks them about answers.
+
+open_sources   rank 0 holds every source that is not a Megatron model, and has each judge one real row at start
+judge_answers  rank 0 asks its sources ─ verdicts to every rank ─┐
+               Megatron models score on their own grids ─────────┴─> the weighted sum, the same on every rank
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megarl import device
+from megarl.config.load import ConfigError
+from megarl.config.schema import Config, ModelDevice, ModelEngine, RewardConfig, ScoringModelConfig, SourceConfig
+from megarl.config.sources import KINDS, MODEL_ROLES
+from megarl.models.registry import read_model_spec
+from megarl.records import Prompt, Rollout, pack_rollouts
+from megarl.reward.function import load_reward_function
+from megarl.reward.score import (
+    EpisodeScorer,
+    FunctionScorer,
+    Rewards,
+    Source,
+    ask_source,
+    dry_run,
+    find_lost,
+    join_verdicts,
+    read_scores,
+)
+from megarl.reward.verdict import Answer, Scorer, Verdict
+from megarl.trainer.annotate import annotate_sequence_scores
+from megarl.trainer.roles import Role
+from megarl.weights.hf import HFFolder, check_folder
+
+log = logging.getLogger(__name__)
+
+
+def open_sources(config: Config, section: str, prompt: Prompt) -> tuple[Source, ...]:
+    """The sources of `section` ("reward" or "cost"); a collective of the world.
+
+    Args:
+        prompt: a real row; every source that rank 0 holds judges its ground truth once.
+
+    Raises:
+        ConfigError: on every rank, when a source cannot be opened, or fails on the row.
+    """
+    options: RewardConfig = getattr(config, section)
+    scorers: dict[str, Scorer] = {}
+    problems: list[str] = []
+    if dist.get_rank() == 0:
+        for number, source in enumerate(options.sources):
+            where = f"{section}.sources[{number}]"
+            try:
+                scorer = _open_scorer(config, options, source)
+                if isinstance(scorer, EpisodeScorer):
+                    scorers[str(source.name)] = scorer
+                elif scorer is not None:
+                    score = dry_run(scorer, prompt, f"{where}.{_describe(source)}")
+                    scorers[str(source.name)] = scorer
+                    log.info(
+                        "%s from %s: the ground truth of row %d scores %g", section, source.name, prompt.row, score
+                    )
+            except ValueError as error:
+                text = str(error)
+                problems.append(text if text.startswith(where) else f"{where} ({source.name}): {text}")
+    problems = agree_on_problems(problems)
+    if problems:
+        raise ConfigError(problems)
+    return tuple(
+        Source(str(source.name), source.weight, scorers.get(str(source.name)), _role_of(config, source))
+        for source in options.sources
+    )
+
+
+def agree_on_problems(problems: list[str]) -> list[str]:
+    """What rank 0 found wrong, on every rank: all of them can then end with the same message."""
+    box = [problems]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def judge_answers(
+    options: RewardConfig,
+    sources: Sequence[Source],
+    roles: dict[str, Role | None],
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+    texts: Sequence[str],
+    section: str = "reward",
+) -> Rewards:
+    """Scores B answers; a collective of the world, with the same result on every rank.
+
+    Args:
+        options: the section of the configuration.
+        sources: as `open_sources` gave them.
+        roles: this rank's part of the Megatron reward and cost models, by name.
+        prompts: the prompts that the engine was given.
+        rollouts: B answers; `prompt_index` points into `prompts`.
+        texts: B decoded answers, in the order of `rollouts`.
+
+    Raises:
+        RuntimeError: on every rank, when too many answers could not be judged.
+    """
+    assert len(rollouts) == len(texts), f"{len(rollouts)} answers but {len(texts)} texts"
+    answers = [
+        Answer(prompts[rollout.prompt_index], rollout, text) for rollout, text in zip(rollouts, texts, strict=True)
+    ]
+    found: dict[str, list[Verdict]] = {}
+    for source in sources:
+        if source.scorer is not None:
+            found[source.name] = ask_source(source, answers, options.max_failure_share)
+    box = [found]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    found = box[0]
+    batch = None
+    for source in sources:
+        if source.role is not None:
+            batch = batch or pack_rollouts(prompts, rollouts)
+            scores = read_scores(annotate_sequence_scores(roles[source.role], batch))
+            found[source.name] = [find_lost(answer) or own for answer, own in zip(answers, scores, strict=True)]
+    verdicts = [found[source.name] for source in sources]
+    return join_verdicts(sources, verdicts, lambda index: answers[index].name, options.max_failure_share, section)
+
+
+def _role_of(config: Config, source: SourceConfig) -> str | None:
+    if source.model is None or source.model not in MODEL_ROLES.values():
+        return None
+    return source.model if getattr(config, source.model).engine is ModelEngine.megatron else None
+
+
+def _describe(source: SourceConfig) -> str:
+    kind = next(kind for kind in KINDS if getattr(source, kind) not in (None, False))
+    return f"{kind}={getattr(source, kind)}"
+
+
+def _open_scorer(config: Config, options: RewardConfig, source: SourceConfig) -> Scorer | None:
+    """What rank 0 holds of a source; None for a Megatron model, whose folder is checked. Raises ValueError."""
+    if source.environment:
+        return EpisodeScorer()
+    if source.function is not None:
+        if ":" not in source.function or options.num_workers == 0:
+            return FunctionScorer(load_reward_function(source.function, source.kwargs))
+        from megarl.reward.pool import ScorerPool
+
+        return ScorerPool(source.function, source.kwargs, options.num_workers, options.time_limit_s)
+    if source.remote is not None:
+        from megarl.reward.remote import RemoteRewardModel
+
+        return RemoteRewardModel(
+            source.remote,
+            source.model_name,
+            style=None if source.style is None else source.style.value,
+            api_key_env=source.api_key_env,
+            timeout_s=source.timeout_s,
+            num_retries=source.num_retries,
+            concurrency=source.concurrency,
+            max_reply_bytes=source.max_reply_bytes,
+            fields=source.fields,
+        )
+    assert source.model is not None, f"source {source.name} names nothing"
+    role = _role_of(config, source)
+    if role is not None:
+        path = getattr(config, role).model_path
+        family, spec = read_model_spec(path)
+        check_folder(HFFolder(path, family), family, spec, "value", needs_value_head=True)
+        return None
+    from megarl.reward.model import TransformersRewardModel
+
+    model = getattr(config, source.model) if source.model in MODEL_ROLES.values() else ScoringModelConfig()
+    return TransformersRewardModel(
+        model.model_path or source.model,
+        on_cpu=ModelDevice.cpu in (model.device, source.device),
+        dtype=device.pick_dtype(model.dtype.value),
+        max_tokens=model.ppo_max_token_len,
+    )
