@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed-$(DEVICE)-$(shell cat $(LISTS) setup.py | sha256sum 
 EXT := megarl/_C.abi3.so
 EXT_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: help setup quickstart test test-fast bench check format clean
+.PHONY: help setup quickstart test test-fast chaos bench check format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -68,6 +68,9 @@ test: check $(EXT) $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## every
 
 test-fast: $(STAMP) $(EXT) ## the tests of single parts, without the slow ones
 	$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
+
+chaos: $(STAMP) $(EXT) ## kill a random rank 20 times, resume, compare with the undisturbed run (20 minutes)
+	$(BIN)/python -m tests.chaos.kill --times 20 --seed 1 $(ARGS)
 
 # One benchmark, or all: a benchmark is a file of benchmarks/ that can be run.
 NAME ?= $(filter-out measure,$(basename $(notdir $(wildcard benchmarks/*.py))))

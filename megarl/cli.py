@@ -18,6 +18,7 @@ from megarl.config.schema import Config
 from megarl.config.validate import find_problems
 from megarl.launch.failure import USER_MISTAKE_EXIT, run_rank
 from megarl.launch.local import World, launch_local, resolve_world
+from megarl.launch.stop import StopRequest
 from megarl.obs.log import quiet_environment, setup_logging
 
 
@@ -150,19 +151,30 @@ def _run_as_rank(config: Config, world: World) -> None:
     """Joins the process group, trains, and leaves it."""
     os.environ |= world.environment()
     setup_logging(world.rank)
+    stop = StopRequest(config.trainer.max_wall_time_s)
+    stop.install()
     import torch.distributed as dist
 
     from megarl import device
     from megarl.job import open_job
+    from megarl.keeper import Keeper, choose_checkpoint, read_history
     from megarl.report import RunReport
     from megarl.train import train
 
     device.bind_local_device(world.local_rank)
     timeout = datetime.timedelta(seconds=config.trainer.timeout_s)
     dist.init_process_group(device.backend(), rank=world.rank, world_size=world.world_size, timeout=timeout)
-    job = open_job(config)
-    train(job, RunReport(config, job.total_steps))
+    resume = choose_checkpoint(config)
+    job = open_job(config, None if resume is None else resume.check_data)
+    if resume is None:
+        report = RunReport(config, job.total_steps)
+    else:
+        report = RunReport(config, job.total_steps, *read_history(resume))
+    keeper = Keeper(job, report, resume, stop)
+    train(job, report, keeper)
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # engines and communicators have threads of their own that may hang while they are torn down
+    os._exit(
+        keeper.exit_code
+    )  # engines and communicators have threads of their own that may hang while they are torn down

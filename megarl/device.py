@@ -114,6 +114,17 @@ class Stopwatch:
         return [mark - first for mark in self._marks]
 
 
+def get_rng_state() -> torch.Tensor:
+    """The state of the device's random numbers; empty on a CPU, whose state is torch's own."""
+    return torch.cuda.get_rng_state() if has_gpu() else torch.zeros(0, dtype=torch.uint8)
+
+
+def set_rng_state(state: torch.Tensor) -> None:
+    """Puts back what `get_rng_state` gave; a state of another kind of device is left alone."""
+    if has_gpu() and state.numel():
+        torch.cuda.set_rng_state(state)
+
+
 def describe() -> str:
     """One line about the machine for the log."""
     if has_gpu():

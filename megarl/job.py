@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,13 +188,18 @@ def can_update_together(config: Config, topologies: Mapping[str, Topology]) -> b
     return not sequential and "critic" in topologies and can_fuse(topologies["actor"], topologies["critic"])
 
 
-def open_job(config: Config) -> Job:
+def open_job(config: Config, check_data: Callable[[Data], None] | None = None) -> Job:
     """Reads the data and builds every role and engine. A collective of the world.
+
+    Args:
+        check_data: called with what was read, before any model is built; raises ConfigError.
 
     Raises:
         ConfigError: something about the user's files or options that only shows when they are read.
     """
     data = open_data(config)
+    if check_data is not None:
+        check_data(data)
     steps = data.stream.steps_per_epoch * config.trainer.total_epochs
     total_steps = steps if config.trainer.total_training_steps is None else config.trainer.total_training_steps
     topologies = plan_topologies(config, dist.get_world_size())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +19,15 @@ from megarl.job import Job, uses_critic
 from megarl.models.layout import HeadKind
 from megarl.obs.dump import write_rollouts
 from megarl.obs.metrics import MetricsLogger, PhaseTimer
-from megarl.obs.report import PhaseCost, SampleAnswer, print_samples, print_summary
+from megarl.obs.report import Accuracy, PhaseCost, SampleAnswer, print_samples, print_summary
 from megarl.records import PackedBatch, Prompt, Rollout
 from megarl.reward.score import Rewards
 from megarl.trainer.ppo import Judged, describe
 from megarl.validation import Validation
 from megarl.weights.gather import gather_hf_tensors
-from megarl.weights.hf import save_hf_folder
+from megarl.weights.hf_export import BackgroundExport
+
+log = logging.getLogger(__name__)
 
 
 class RunReport:
@@ -31,7 +36,18 @@ class RunReport:
     `export` is a collective of the world; everything else is local.
     """
 
-    def __init__(self, config: Config, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        total_steps: int,
+        first_step: int = 0,
+        kept: Mapping[str, Any] | None = None,
+        history: str = "",
+    ) -> None:
+        """Args:
+        first_step: steps that a resumed run has behind it; `kept` (see `to_plain`) and `history`, the metrics file up
+            to there, are then what its checkpoint holds.
+        """
         self._config = config
         self._started = time.perf_counter()
         assert config.trainer.default_local_dir is not None
@@ -41,14 +57,55 @@ class RunReport:
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
         self._logger: MetricsLogger | None = None
+        self._export = BackgroundExport()
+        if kept is not None:
+            self._seconds, self._tokens = dict(kept["seconds"]), dict(kept["tokens"])
+            if kept["before"] is not None:
+                self._before = Validation(Accuracy(**kept["before"]), {}, kept["answers"], 0)
         if dist.get_rank() == 0:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / "metrics.jsonl").unlink(missing_ok=True)  # a run that starts at step 0 is a new run
+            metrics = self.run_dir / "metrics.jsonl"
+            metrics.unlink(
+                missing_ok=True
+            )  # a run that starts at step 0 is a new run; a resumed one forgets later steps
+            if history:
+                metrics.write_text(history)
             (self.run_dir / "config.yaml").write_text(dump_config(config))
             trainer = config.trainer
             self._logger = MetricsLogger(
-                self.run_dir, trainer.logger, total_steps, trainer.project_name, trainer.experiment_name
+                self.run_dir,
+                trainer.logger,
+                total_steps,
+                trainer.project_name,
+                trainer.experiment_name,
+                first_step=first_step,
             )
+
+    def to_plain(self) -> dict[str, Any]:
+        """What the closing tables need of the steps so far, for a checkpoint."""
+        shown = self._config.trainer.num_samples_to_show
+        before = self._before
+        return {
+            "seconds": self._seconds,
+            "tokens": self._tokens,
+            "before": None if before is None else asdict(before.accuracy),
+            "answers": [] if before is None else before.answers[:shown],
+        }
+
+    def metrics_text(self) -> str:
+        """The metrics file so far; empty where there is none."""
+        file = self.run_dir / "metrics.jsonl"
+        return file.read_text() if dist.get_rank() == 0 and file.is_file() else ""
+
+    def warn(self, sources: Sequence[str]) -> None:
+        """Tells of updates that were left out, on rank 0."""
+        for source in sources if self._logger is not None else ():
+            log.warning("an update was left out, no weight has changed: %s", source)
+
+    def note(self, text: str) -> None:
+        """Tells a line, on rank 0."""
+        if self._logger is not None:
+            self._logger.note(text)
 
     def validated(self, step: int, validation: Validation) -> None:
         """Notes a validation; the first one is "before", the last one "after"."""
@@ -73,7 +130,7 @@ class RunReport:
         for name, spent in timing.items():
             phase = name.removeprefix("timing_s/")
             self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
-            tokens = {"gen": int(batch.response_mask.sum()), "reward": 0, "adv": 0, "sync": 0, "testing": 0}
+            tokens = {"gen": int(batch.response_mask.sum()), "reward": 0, "adv": 0, "sync": 0, "testing": 0, "save": 0}
             self._tokens[phase] = self._tokens.get(phase, 0) + tokens.get(phase, num_tokens)
         metrics |= timing | {
             "timing_s/step": seconds,
@@ -124,21 +181,30 @@ class RunReport:
             )
         write_rollouts(self.run_dir, step, rows)
 
-    def export(self, job: Job, step: int, is_last: bool) -> None:
-        """Writes the actor (and at the end the critic) as Hugging Face folders, where asked; a collective."""
+    def export(self, job: Job, step: int, is_last: bool, is_due: bool) -> None:
+        """Writes the actor (and at the end the critic) as Hugging Face folders, where asked; a collective.
+
+        Only the gathering holds the run up: the files are written on a thread, and one that fails is told.
+        """
+        self._tell_of_exports()
         trainer = self._config.trainer
-        is_due = trainer.save_freq > 0 and step % trainer.save_freq == 0
-        if not (is_due or (is_last and trainer.save_hf_at_end)):
+        if not (trainer.save_hf and (is_due or is_last)) and not (is_last and trainer.save_hf_at_end):
             return
-        heads: dict[str, HeadKind] = {"actor": "policy", "critic": "value"}
-        for name, head in heads.items():
-            if name == "critic" and not uses_critic(self._config):
-                continue
-            if name in job.offloads:
-                job.offloads[name].return_params()
-            export_role(job, name, head, self.run_dir / "hf" / f"step_{step}" / name)
-        if self._logger is not None:
-            self._logger.note(f"saved {self.run_dir / 'hf' / f'step_{step}'}")
+        for offload in job.offloads.values():
+            offload.return_params()
+        folder = self.run_dir / "hf" / f"step_{step}"
+        export_role(job, "actor", "policy", folder / "actor", self._export)
+        if is_last and uses_critic(self._config):
+            export_role(job, "critic", "value", folder / "critic", self._export)
+
+    def wait_for_export(self) -> None:
+        """Returns when nothing is being written any more."""
+        self._export.wait()
+        self._tell_of_exports()
+
+    def _tell_of_exports(self) -> None:
+        for line in self._export.take_messages():
+            self.note(line)
 
     def finish(self, job: Job) -> None:
         """Prints the closing tables and draws the picture."""
@@ -149,15 +215,15 @@ class RunReport:
         if self._after is not None:
             before = self._before if self._before is not self._after else None
             if before is not None:
-                asked = [prompt.token_ids for prompt in job.data.held_out]
+                count = self._config.trainer.num_samples_to_show
+                asked = [prompt.token_ids for prompt in job.data.held_out[:count]]
                 shown = zip(
                     job.data.tokenizer.batch_decode(asked, skip_special_tokens=True),
-                    before.answers,
-                    self._after.answers,
-                    strict=True,
+                    before.answers[:count],
+                    self._after.answers[:count],
+                    strict=False,  # a checkpoint holds as many answers as were shown when it was made
                 )
-                samples = [SampleAnswer(prompt.strip(), first, last) for prompt, first, last in shown]
-                print_samples(console, samples[: self._config.trainer.num_samples_to_show])
+                print_samples(console, [SampleAnswer(prompt.strip(), first, last) for prompt, first, last in shown])
             phases = {name: PhaseCost(spent, self._tokens.get(name, 0)) for name, spent in self._seconds.items()}
             total_s = time.perf_counter() - self._started
             print_summary(
@@ -170,8 +236,8 @@ class RunReport:
             plot_run(self.run_dir / "metrics.jsonl", self.run_dir / "progress.png", title)
 
 
-def export_role(job: Job, name: str, head: HeadKind, out: Path) -> None:
-    """Writes one role as a Hugging Face folder; a collective of the world."""
+def export_role(job: Job, name: str, head: HeadKind, out: Path, export: BackgroundExport) -> None:
+    """Hands one role to `export` on rank 0, to be written as a Hugging Face folder; a collective of the world."""
     from megarl.models.registry import read_model_spec
 
     settings = job.config.critic if name == "critic" else job.config.actor
@@ -182,7 +248,7 @@ def export_role(job: Job, name: str, head: HeadKind, out: Path) -> None:
     weights = None if role is None else role.weights()
     tensors = gather_hf_tensors(family, spec, job.topologies[name], weights, dtype, device.device(), head)
     if dist.get_rank() == 0:
-        save_hf_folder(tensors, out, settings.model_path, dtype)
+        export.run(tensors, out, settings.model_path, dtype)
     else:
         for _ in tensors:
             continue

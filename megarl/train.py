@@ -17,26 +17,26 @@ import time
 
 from megarl import device
 from megarl.job import Job, derive_seed
+from megarl.keeper import Keeper
 from megarl.learn import PipelineWatch, annotate_batch, learn
 from megarl.obs.metrics import PhaseTimer
 from megarl.records import Sampling, pack_rollouts
 from megarl.report import RunReport, describe_batch
 from megarl.trainer.ppo import advance_kl_coef, judge
+from megarl.trainer.run_state import finish_step
 from megarl.validation import judge_rollouts, validate
 
 
-def train(job: Job, report: RunReport) -> None:
-    """Runs the whole job on this rank."""
+def train(job: Job, report: RunReport, keeper: Keeper) -> None:
+    """Runs the whole job on this rank, from where a checkpoint left it."""
     config, timer = job.config, PhaseTimer(device.synchronize)
-    kl_coef = config.algorithm.kl_ctrl.kl_coef
-    updates = {"actor": 0, "critic": 0}
     watch = PipelineWatch(job, report.run_dir)
-    skipped_in_a_row = 0
-    sync_metrics = job.sync_weights(version=0)
-    if config.trainer.val_before_train and job.data.held_out:
+    state, sync_metrics = keeper.start()
+    kl_coef = state.controllers.get("kl_coef", config.algorithm.kl_ctrl.kl_coef)
+    if state.step == 0 and config.trainer.val_before_train and job.data.held_out:
         report.validated(0, validate(job))
 
-    for step in range(1, job.total_steps + 1):
+    for step in range(state.step + 1, job.total_steps + 1):
         started = time.perf_counter()
         epoch = job.data.stream.position.epoch + 1
         prompts = job.data.stream.next_batch()
@@ -59,22 +59,18 @@ def train(job: Job, report: RunReport) -> None:
                 values=scores.get("values"),
                 kl_coef=kl_coef,
             )
-        results, update_metrics = learn(job, watch, batch, judged, step, updates, timer)
+        results, update_metrics = learn(job, watch, batch, judged, step, state.updates, timer)
         if "actor" in results or config.rollout.free_cache_engine:
             with timer.phase("sync"):
                 sync_metrics = job.sync_weights(version=step)
+            state.weights_version = step
 
         kl_coef = advance_kl_coef(config.algorithm, kl_coef, judged.metrics, batch.num_sequences)
         skipped = sum(result.num_skipped for result in results.values())
-        skipped_in_a_row = skipped_in_a_row + 1 if skipped else 0
-        if skipped_in_a_row > config.trainer.max_skipped_steps:
-            raise RuntimeError(
-                f"{skipped_in_a_row} steps in a row had gradients that are not finite (trainer.max_skipped_steps="
-                f"{config.trainer.max_skipped_steps}); the weights are those of step {step - skipped_in_a_row}"
-            )
         metrics = describe_batch(batch, judged, rewards) | annotate_metrics | update_metrics | sync_metrics
         for result in results.values():
             metrics |= result.stats
+            report.warn(result.sources)
         metrics["training/skipped_updates"] = float(skipped)
         is_last = step == job.total_steps
         if job.data.held_out and (is_last or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0)):
@@ -84,7 +80,11 @@ def train(job: Job, report: RunReport) -> None:
             report.validated(step, validation)
         report.step(step, epoch, metrics, timer, time.perf_counter() - started, batch)
         report.dump(step, prompts, rollouts, texts, rewards, batch, judged)
-        report.export(job, step, is_last)
+        state.controllers["kl_coef"] = kl_coef
+        finish_step(state, skipped, config.trainer.max_skipped_steps)
+        if keeper.after_step(state, timer):
+            break
+    keeper.close()
     report.finish(job)
 
 

@@ -50,6 +50,11 @@ def write_job(folder: Path, family: str = "llama", **changes: Any) -> list[str]:
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
+    return list_words(folder)
+
+
+def list_words(folder: Path) -> list[str]:
+    """The `key=value` words that name the job of `write_job`."""
     return [
         f"actor.model_path={folder / 'model'}",
         f"data.train_files={folder / 'train.jsonl'}",

@@ -112,6 +112,8 @@ ROWS: tuple[Alias, ...] = (
     Alias("reward_model.megatron.tensor_model_parallel_size", "parallel.reward_model.tp"),
     Alias("reward_model.megatron.pipeline_model_parallel_size", "parallel.reward_model.pp"),
     Alias("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std"),
+    Alias("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"),
+    Alias("trainer.max_critic_ckpt_to_keep", "trainer.max_ckpt_to_keep"),
     Alias("trainer.critic_warmup", "critic.warmup_steps"),
     Alias("trainer.log_val_generations", "trainer.num_samples_to_show"),
 )
@@ -154,6 +156,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     f"{_REF}.log_prob_use_dynamic_bsz": "forward passes follow ref.ppo_max_token_len",
     "critic.forward_micro_batch_size_per_gpu": "forward passes follow critic.ppo_max_token_len",
     "critic.forward_max_token_len_per_gpu": "forward passes follow critic.ppo_max_token_len",
+    "trainer.del_local_ckpt_after_load": "a checkpoint stays until trainer.max_ckpt_to_keep newer ones are complete",
     "trainer.balance_batch": "sequences are always balanced over data-parallel ranks",
     f"{_ACTOR}.megatron.sequence_parallel": "sequence parallelism is on whenever tp > 1",
     "critic.megatron.sequence_parallel": "sequence parallelism is on whenever tp > 1",

@@ -340,9 +340,15 @@ class TrainerConfig:
     nnodes: int = 1
     val_before_train: bool = True
     test_freq: int = -1  # validate every so many steps; -1 = only before and after
-    save_freq: int = -1  # export the actor as a Hugging Face folder every so many steps; -1 = never
+    save_freq: int = -1  # a checkpoint every so many steps and after the last; -1 = only when asked to stop
+    max_ckpt_to_keep: int | None = None  # unset = all
+    async_save: bool = False  # write checkpoints on a thread, from a copy on the host
+    max_failed_saves: int = 3  # stop after so many saves in a row that failed
+    save_hf: bool = False  # with every checkpoint also the actor as a Hugging Face folder
     save_hf_at_end: bool = False
     resume_mode: ResumeMode = ResumeMode.auto
+    resume_from_path: str | None = None  # with resume_mode=path: a checkpoint, or the folder of a run
+    max_wall_time_s: int | None = None  # save and leave, with exit code 75, before this time is over
     seed: int = 1
     rollout_dump_freq: int = 1  # write the answers of every so many steps as jsonl; 0 = never
     timeout_s: int = 1800  # a collective that takes longer ends the job

@@ -88,6 +88,9 @@ RANGES: dict[str, _Rule] = {
     "trainer.nnodes": _AT_LEAST_1,
     "trainer.test_freq": _EVERY,
     "trainer.save_freq": _EVERY,
+    "trainer.max_ckpt_to_keep": _AT_LEAST_1,
+    "trainer.max_failed_saves": _AT_LEAST_0,
+    "trainer.max_wall_time_s": _AT_LEAST_1,
     "trainer.seed": _AT_LEAST_0,
     "trainer.rollout_dump_freq": _AT_LEAST_0,
     "trainer.timeout_s": _AT_LEAST_1,
@@ -251,8 +254,13 @@ def _check_files(config: Config) -> Iterator[str]:
     tokenizer = config.actor.tokenizer_path
     if tokenizer is not None and tokenizer != config.actor.model_path and not Path(tokenizer).is_dir():
         yield f"actor.tokenizer_path={tokenizer} is not a folder; download the tokenizer and name its folder"
-    if config.trainer.resume_mode is ResumeMode.path:
-        yield "trainer.resume_mode=path is not available yet; use auto or disable"
+    mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
+    if mode is ResumeMode.path and path is None:
+        yield "trainer.resume_mode=path needs trainer.resume_from_path; name a checkpoint, or use auto"
+    elif mode is not ResumeMode.path and path is not None:
+        yield f"trainer.resume_from_path={path} is not read with trainer.resume_mode={mode}; use resume_mode=path"
+    elif path is not None and not Path(path).is_dir():
+        yield f"trainer.resume_from_path={path} is not a folder; name a checkpoint, such as RUN/checkpoints/step_000010"
 
 
 def _check_sampling(config: Config) -> Iterator[str]:

@@ -4,7 +4,8 @@
                                          └─ None:    launch_local(n, argv), which starts n ranks and waits
 
 `launch_local` uses torch's own process launcher (torch.distributed.elastic.multiprocessing): no restarts, loopback
-only. The first rank that fails ends all; its cause is printed first.
+only. The first rank that fails ends all; its cause is printed first. A first SIGTERM or SIGUSR1 is passed on to the
+ranks, which save and leave with REQUEUE_EXIT; so does this launcher then.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.launch.failure import LAUNCHER_PID, Failure, format_failure, format_peer_loss, read_failure
+from megarl.launch.stop import REQUEUE_EXIT, STOP_SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 TRAINER = "megarl.train"
 POLL_S = 0.1
 SETTLE_S = 1.0  # after the first failure, for ranks that fail of it to say so
-END_S = 5  # from the polite signal to SIGKILL
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+END_S = 5  # until ranks that were killed are gone
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def launch_local(num_ranks: int, argv: Sequence[str], module: str = TRAINER) -> 
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     exits: list[RankExit] = []
     caught: signal.Signals | None = None
+    passed_on: list[signal.Signals] = []
     context: SubprocessContext | None = None
     with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder:
         try:
@@ -190,6 +193,7 @@ def launch_local(num_ranks: int, argv: Sequence[str], module: str = TRAINER) -> 
             )
             assert isinstance(started, SubprocessContext), f"torch gave a {type(started).__name__}"
             context = started
+            passed_on = _pass_on_stop_signals(list(context.pids().values()))
             exits = _wait_for_ranks(context)
         except SignalException as error:  # raised by the handlers that start_processes sets
             caught = error.sigval
@@ -198,7 +202,36 @@ def launch_local(num_ranks: int, argv: Sequence[str], module: str = TRAINER) -> 
     if caught is not None:
         sys.stderr.write(f"\nmegarl: {caught.name}: all {num_ranks} ranks are ended\n")
         return 128 + caught
+    if passed_on and all(end.code == -passed_on[0] for end in exits):  # it came before the ranks could listen
+        sys.stderr.write(
+            f"megarl: {passed_on[0].name}: all {num_ranks} ranks are ended; nothing was there to save yet\n"
+        )
+        return 128 + passed_on[0]
     return _report(exits, num_ranks)
+
+
+def _pass_on_stop_signals(pids: Sequence[int]) -> list[signal.Signals]:
+    """From now on the first SIGTERM or SIGUSR1 goes to the ranks, which save and leave; the second ends all at once.
+
+    Returns:
+        A list that gets the signals as they come.
+    """
+    seen: list[signal.Signals] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        seen.append(signal.Signals(number))
+        if len(seen) > 1:
+            raise SignalException(f"a second {seen[-1].name}", signal.Signals(number))
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            signal.signal(number, pass_on)
+    return seen
 
 
 def build_environments(num_ranks: int, environ: Mapping[str, str]) -> dict[int, dict[str, str]]:
@@ -238,9 +271,9 @@ def _wait_for_ranks(context: SubprocessContext) -> list[RankExit]:
             if code is None:
                 continue
             del running[rank]
-            failure = read_failure(Path(context.error_files[rank])) if code != 0 else None
+            failure = read_failure(Path(context.error_files[rank])) if code not in (0, REQUEUE_EXIT) else None
             exits.append(RankExit(rank, code, failure.time if failure else time.time(), failure))
-            if code != 0 and deadline is None:
+            if code not in (0, REQUEUE_EXIT) and deadline is None:
                 deadline = time.monotonic() + SETTLE_S
         time.sleep(POLL_S)
     return exits
@@ -252,7 +285,7 @@ def _end_all(context: SubprocessContext | None, handlers: Mapping[signal.Signals
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     if context is not None:
-        context.close(signal.SIGTERM, timeout=END_S)
+        context.close(signal.SIGKILL, timeout=END_S)  # to SIGTERM they would listen, and save
         for pid in context.pids().values():  # each rank leads a process group; its own children are in it
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -263,9 +296,9 @@ def _end_all(context: SubprocessContext | None, handlers: Mapping[signal.Signals
 
 def _report(exits: Sequence[RankExit], num_ranks: int) -> int:
     """Prints the first cause, then a line for every other rank that failed. Returns the exit code."""
-    failed = [end for end in exits if end.code != 0]
+    failed = [end for end in exits if end.code not in (0, REQUEUE_EXIT)]
     if not failed:
-        return 0
+        return max((end.code for end in exits), default=0)
     first = pick_first_cause(failed)
     lines = [_describe_exit(first)]
     for end in sorted(failed, key=lambda end: end.time):

@@ -15,6 +15,7 @@ ids. With `raw_prompt` a plain string is encoded as it is, with the tokenizer's 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -249,6 +250,7 @@ class PromptStream:
         self._batch_size, self._seed = batch_size, seed
         self._shuffle, self._length_bucketing = shuffle, length_bucketing
         self.steps_per_epoch = len(prompts) // batch_size
+        self.num_prompts = len(prompts)
         self.seek(StreamPosition())
 
     @property
@@ -266,6 +268,15 @@ class PromptStream:
         self._plan = plan_epoch(
             self._lengths, self._batch_size, self._seed, position.epoch, self._shuffle, self._length_bucketing
         )
+
+    def fingerprint(self) -> str:
+        """A number of the prompts and of everything their order depends on: equal when a position means the same."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"{self._batch_size} {self._seed} {self._shuffle} {self._length_bucketing}".encode())
+        digest.update(np.asarray(self._lengths, dtype=np.int64).tobytes())
+        for prompt in self._prompts:
+            digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
+        return digest.hexdigest()
 
     def next_batch(self) -> list[Prompt]:
         """The next `batch_size` prompts; moves the position."""

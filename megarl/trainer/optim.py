@@ -146,11 +146,23 @@ def gather_gradients(chunks: Sequence[DistributedDataParallel], groups: RoleGrou
         dist.all_gather_into_tensor(bucket.grad_data, shard, group=groups.collection.dp)
 
 
+def find_non_finite(chunks: Sequence[DistributedDataParallel]) -> list[str]:
+    """The first parameter whose gradient on this rank alone is not finite, and how many there are; mostly nothing.
+
+    One sum over the gradients, before they are added up over ranks: afterwards every rank has what one brought in.
+    """
+    if all(math.isfinite(float(buffer.grad_data.sum())) for chunk in chunks for buffer in vars(chunk)["buffers"]):
+        return []
+    named = [pair for chunk in chunks for pair in chunk.module.named_parameters()]
+    wrong = [name for name, each in named if not bool(vars(each)["main_grad"].isfinite().all())]
+    return [f"the gradients of {wrong[0]} and {len(wrong) - 1} more parameters are not finite"] if wrong else []
+
+
 def apply_step(optimizer: ChainedOptimizer, lr: float, options: AdamOptions) -> StepResult:
     """One optimizer step with the gradients that lie in the model's buffers; all ranks of the role call it.
 
-    Afterwards no parameter has a `grad`: one that is left is an alias of the buffer where weights are their own
-    masters, and the next backward would add the buffer to itself.
+    Afterwards no parameter has a `grad`: where weights are their own masters, one that is left is an alias of the
+    buffer, and the next backward would add the buffer to itself.
     """
     with device.megatron_build_scope():
         optimizer.prepare_grads()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -10,7 +10,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megarl import device
 from megarl.models.build import BuildOptions, build_chunks, named_parameters, named_weights
-from megarl.models.layout import Family, ModelSpec, ParamLayout, plan_rank
+from megarl.models.layout import Family, HeadKind, ModelSpec, ParamLayout, plan_rank
 from megarl.models.packed_gpt import PackedGPT
 from megarl.models.registry import read_model_spec
 from megarl.parallel.groups import RoleGroups
@@ -20,12 +20,16 @@ from megarl.weights.hf import HFFolder, check_folder, load_shard
 
 @dataclass(frozen=True)
 class Training:
-    """What a role that learns has more than one that only scores; `chunks` as the role's, in Megatron's DDP."""
+    """What a role that learns has more than one that only scores; `chunks` as the role's, in Megatron's DDP.
+
+    `problems`: what this rank found wrong with its gradients in the last backward pass.
+    """
 
     chunks: tuple[DistributedDataParallel, ...]
     optimizer: ChainedOptimizer
     adam: AdamOptions
     schedule: LRSchedule
+    problems: list[str] = field(default_factory=list)
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -54,6 +58,7 @@ class Role:
     max_tokens: int
     max_sequences: int | None = None
     training: Training | None = None
+    head: HeadKind = "policy"
 
     @property
     def model(self) -> PackedGPT:
@@ -135,4 +140,5 @@ def build_role(
         max_tokens=max_tokens,
         max_sequences=max_sequences,
         training=training,
+        head=options.head,
     )

@@ -28,7 +28,7 @@ from megarl.parallel.pipeline import StageModel, run_instructions
 from megarl.parallel.schedule import ModelPlan
 from megarl.records import PackedBatch
 from megarl.trainer.measured_costs import PipelineRun, Profile
-from megarl.trainer.optim import apply_step, reduce_gradients
+from megarl.trainer.optim import apply_step, find_non_finite, reduce_gradients
 from megarl.trainer.roles import Role
 
 Objective = Callable[[Tensor, MicroBatch, "TokenWeights"], tuple[Tensor, Mapping[str, Tensor]]]
@@ -49,11 +49,15 @@ class TokenWeights:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update did: statistics averaged over its mini-batches, and how many steps were left out as not finite."""
+    """What an update did: statistics averaged over its mini-batches, and how many steps were left out as not finite.
+
+    `sources`: for each step left out, where the first numbers that are not finite came from.
+    """
 
     stats: dict[str, float]
     num_steps: int
     num_skipped: int
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class _Progress:
     weights: list[TokenWeights]
     totals: list[dict[str, float]]
     sums: dict[str, float] = field(default_factory=dict)
-    num_skipped: int = 0
+    sources: list[str] = field(default_factory=list)
 
 
 def weigh_tokens(batch: PackedBatch, mask: Tensor, rows: Sequence[int], mode: AggregationMode) -> TokenWeights:
@@ -145,7 +149,7 @@ def update_roles(
     for name, state in progress.items():
         count = max(1, len(state.task.mini_batches))
         stats = {key: value / count for key, value in state.sums.items()}
-        results[name] = UpdateResult(stats, len(state.task.mini_batches), state.num_skipped)
+        results[name] = UpdateResult(stats, len(state.task.mini_batches), len(state.sources), tuple(state.sources))
     return results, run
 
 
@@ -214,6 +218,7 @@ def _run(progress: Mapping[str, _Progress], options: PipelineOptions, profile: P
     roles = [state.task.role for state in progress.values()]
     for role in roles:
         assert role.training is not None
+        role.training.problems.clear()
         for chunk in role.training.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -250,6 +255,11 @@ def _build_stage_model(state: _Progress, splits: bool, steps: bool) -> StageMode
             state.totals[number][name] = state.totals[number].get(name, 0.0) + float(value)
         return loss
 
+    def sync(chunk: int) -> None:
+        assert role.training is not None
+        role.training.problems.extend(find_non_finite([chunks[chunk]]))
+        chunks[chunk].start_grad_sync()
+
     def step(number: int) -> None:
         _take_step(state, number)
         if number + 1 < len(state.task.mini_batches):
@@ -262,7 +272,7 @@ def _build_stage_model(state: _Progress, splits: bool, steps: bool) -> StageMode
         dtype=role.dtype,
         groups=role.groups,
         take_weight_gradients=lambda chunk: aside[chunk].take(),
-        sync=lambda chunk: chunks[chunk].start_grad_sync(),
+        sync=sync,
         step=step if steps else None,
     )
 
@@ -271,11 +281,17 @@ def _take_step(state: _Progress, number: int) -> None:
     """The optimizer step after a mini-batch; all ranks of the role come here together."""
     role, task = state.task.role, state.task
     assert role.training is not None
+    waiting = [
+        chunk for chunk in role.training.chunks if all(g.grad_reduce_handle is None for g in chunk.bucket_groups)
+    ]
+    role.training.problems.extend(find_non_finite(waiting))
     reduce_gradients(role.training.chunks, role.groups)
     stats = _join_stats(role, state.totals[number])
     lr = role.training.schedule.at(task.first_step + number)
     result = apply_step(role.training.optimizer, lr, role.training.adam)
-    state.num_skipped += not result.was_applied
+    if not result.was_applied:
+        state.sources.append(name_sources(role))
+    role.training.problems.clear()
     for name, value in {**stats, f"{role.name}/grad_norm": result.grad_norm, f"{role.name}/lr": lr}.items():
         state.sums[name] = state.sums.get(name, 0.0) + value
 
@@ -290,3 +306,13 @@ def _join_stats(role: Role, totals: dict[str, float]) -> dict[str, float]:
     vector = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(vector, group=role.groups.everyone)
     return dict(zip(names[0], vector.tolist(), strict=True))
+
+
+def name_sources(role: Role) -> str:
+    """Which ranks had gradients that are not finite before ranks added them up; a collective of the role."""
+    assert role.training is not None
+    own = [f"rank {dist.get_rank()} ({role.groups.at}): {problem}" for problem in dict.fromkeys(role.training.problems)]
+    everywhere: list[list[str]] = [[] for _ in role.groups.topology.ranks]
+    dist.all_gather_object(everywhere, own, group=role.groups.everyone)
+    named = [problem for each in everywhere for problem in each]
+    return f"{role.name}: {'; '.join(named) or 'every rank was finite, their sum is not'}"

@@ -74,6 +74,13 @@ def run(rank: int, world_size: int, path: str) -> dict[str, object]:
     result = apply_step(role.training.optimizer, 1e-3, ADAM)
     seen["nan on rank 1"] = result.was_applied, has_moved(role, before)
 
+    def broken(hidden, micro, weights):
+        loss, stats = objective(hidden, micro, weights)
+        return loss * (torch.nan if rank == 1 else 1.0), stats
+
+    done = update_role(role, batch, batch.response_mask, [rows], broken, "token-mean", 0)
+    seen["source"] = done.num_skipped, done.sources, has_moved(role, before)
+
     done = update_role(role, batch, batch.response_mask, [[1]], objective, "token-mean", 0)
     seen["an empty answer alone"] = done.stats["actor/grad_norm"], done.num_skipped
     done = update_role(role, batch, batch.response_mask, [rows], objective, "token-mean", 0)
@@ -167,3 +174,10 @@ def test_a_replica_without_policy_tokens_joins_every_collective(outcomes) -> Non
 def test_a_gradient_that_is_not_finite_changes_no_weight_on_any_rank(outcomes) -> None:  # case H5
     assert [seen["nan on rank 1"] for seen in outcomes] == [(False, False)] * 2
     assert [seen["afterwards"] for seen in outcomes] == [(0, True)] * 2, "the run must go on after a skipped step"
+
+
+def test_the_rank_whose_gradients_are_not_finite_is_named_on_every_rank(outcomes) -> None:  # case H5
+    for skipped, sources, moved in (seen["source"] for seen in outcomes):
+        assert skipped == 1 and not moved
+        (source,) = sources
+        assert source.startswith("actor: rank 1 (tp0 pp0 dp1): the gradients of ") and "rank 0" not in source

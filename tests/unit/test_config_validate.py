@@ -217,8 +217,10 @@ def test_validation_every_few_steps_needs_files(problems_of):
     assert "data.val_files" in problems_of("trainer.test_freq=5")[0]
 
 
-def test_resume_from_a_path_is_not_there_yet(problems_of):
-    assert "not available yet" in problems_of("trainer.resume_mode=path")[0]
+def test_resume_from_a_path_needs_the_path_and_the_mode(problems_of):
+    assert "needs trainer.resume_from_path" in problems_of("trainer.resume_mode=path")[0]
+    assert "use resume_mode=path" in problems_of("trainer.resume_from_path=here")[0]
+    assert "is not a folder" in problems_of("trainer.resume_mode=path", "trainer.resume_from_path=nowhere")[0]
 
 
 def test_every_problem_comes_at_once(problems_of):

@@ -36,6 +36,7 @@ TOP = {
     "learn",
     "residents",
     "parity",
+    "keeper",
     "job",
     "plan",
     "reshard_table",
@@ -59,7 +60,8 @@ DOORS: dict[str, set[str]] = {
 }
 WITHOUT_MEGATRON = {"algo", "ops", "config", "rollout", "reward", "obs", "launch", "records"}
 PURE = re.compile(
-    r"algo/.*|models/layout\.py|weights/(plan|blocks|shapes|rounds|order)\.py|parallel/(topology|partition|schedule|costs"
+    r"algo/.*|models/layout\.py|weights/(plan|blocks|patches|shapes|rounds|order)\.py"
+    r"|parallel/(topology|partition|schedule|costs"
     r"|bounds|policy|list_schedule|generators|checker|simulate|picker|transfer_plan)\.py"
 )
 IMPURE = {"torch.distributed", "os", "time", "socket", "subprocess", "megarl.device"}

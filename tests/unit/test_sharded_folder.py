@@ -1,0 +1,39 @@
+"""The pickle in a checkpoint's folder is read only when it names nothing but what belongs there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+
+from megarl.trainer.sharded_folder import check_metadata
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+def test_a_pickle_that_would_run_a_command_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=Evil())))
+    with pytest.raises(ValueError, match=r"it names posix\.system"):
+        check_metadata(tmp_path / ".metadata")
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps(Metadata({}))[:-5]])
+def test_a_broken_one_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match="cannot be read"):
+        check_metadata(tmp_path / ".metadata")
+
+
+def test_what_torch_writes_is_read(tmp_path: Path) -> None:
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([2, 3]), [])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"a": tensor})))
+    check_metadata(tmp_path / ".metadata")
