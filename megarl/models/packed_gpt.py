@@ -55,7 +55,7 @@ class PackedGPT(GPTModel):
 
         One parameter, which belongs to `first`: one gradient, one master, nothing to keep equal.
         """
-        self.output_layer = None  # type: ignore[assignment]
+        self._modules["output_layer"] = None
         vars(self)["tied_head"] = (first.embedding.word_embeddings.weight,)  # in a tuple: not a parameter of this chunk
 
     def head_weight(self) -> Tensor:
