@@ -79,7 +79,7 @@ class ModelPlan:
     def __post_init__(self) -> None:
         counts = [self.chunk_stages.count(stage) for stage in range(self.num_stages)]
         assert len(set(counts)) == 1, f"{self.name}: stages run {counts} chunks"
-        assert all(count >= 1 for count in self.mini_batches), f"{self.name}: mini-batches {self.mini_batches}"
+        assert self.mini_batches and min(self.mini_batches) >= 1, f"{self.name}: mini-batches {self.mini_batches}"
         assert self.steps or not self.trains or len(self.mini_batches) == 1, (
             f"{self.name}: no step between mini-batches"
         )
