@@ -1,8 +1,8 @@
 """Rewards and costs of a job: opens the sources that the configuration names, and asks them about answers.
 
 open_sources   rank 0 holds every source that is not a Megatron model, and has each judge one real row at start
-judge_answers  rank 0 asks its sources ─ verdicts to every rank ─┐
-               Megatron models score on their own grids ─────────┴─> the weighted sum, the same on every rank
+judge_answers  rank 0 asks its sources ───────────────────┐
+               Megatron models score on their own grids ──┴─> the weighted sum, the same on every rank
 """
 
 from __future__ import annotations
@@ -113,16 +113,16 @@ def judge_answers(
     for source in sources:
         if source.scorer is not None:
             found[source.name] = ask_source(source, answers, options.max_failure_share)
-    box = [found]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    found = box[0]
     batch = None
-    for source in sources:
+    by_role: dict[str, list[Verdict]] = {}
+    for source in sources:  # a model on ranks without rank 0 scores while rank 0 asks its sources
         if source.role is not None:
             batch = batch or pack_rollouts(prompts, rollouts)
             scores = read_scores(annotate_sequence_scores(roles[source.role], batch))
-            found[source.name] = [find_lost(answer) or own for answer, own in zip(answers, scores, strict=True)]
-    verdicts = [found[source.name] for source in sources]
+            by_role[source.name] = [find_lost(answer) or own for answer, own in zip(answers, scores, strict=True)]
+    box = [found]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    verdicts = [(by_role | box[0])[source.name] for source in sources]
     return join_verdicts(sources, verdicts, lambda index: answers[index].name, options.max_failure_share, section)
 
 
