@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.records import Prompt, Rollout
+from megarl.records import Episode, Prompt, Rollout, Turn
 from megarl.reward.function import load_reward_function
-from megarl.reward.score import FunctionScorer, Source, dry_run, join_verdicts, read_scores, score_answers
+from megarl.reward.score import (
+    EpisodeScorer,
+    FunctionScorer,
+    Source,
+    dry_run,
+    join_verdicts,
+    read_scores,
+    score_answers,
+)
 from megarl.reward.verdict import Answer, Verdict, failed
 
 PROMPT = Prompt(row=4, token_ids=(1,), text="", data_source="src", ground_truth="3", extra_info={"index": 4})
@@ -190,3 +198,26 @@ def test_numbers_of_two_sources_under_one_name_are_kept_apart():
 def test_a_models_score_that_is_not_finite_is_a_failure():
     verdicts = read_scores(torch.tensor([0.5, math.nan, -math.inf]))
     assert [verdict.failure is None for verdict in verdicts] == [True, False, False]
+
+
+def test_an_answer_whose_environment_failed_is_not_asked_about_and_has_failed():
+    """Whatever a rule would say of its text: the episode did not come to its end (case D2)."""
+    played = Episode((Turn(1, 0.5), Turn(3, 1.0)))
+    broken = Episode((Turn(1, 0.5),), failure="turn 1: KeyError: 'x'")
+    answers = [
+        Answer(PROMPT, Rollout(0, i, (), (), True, 0, episode=episode), "text")
+        for i, episode in enumerate((played, broken, played))
+    ]
+    seen = []
+
+    def function(*arguments):
+        seen.append(arguments)
+        return 2.0
+
+    sources = [Source("rule", 1.0, FunctionScorer(function)), Source("environment", 1.0, EpisodeScorer())]
+    rewards = score_answers(sources, answers)
+    assert len(seen) == 2
+    assert rewards.is_failed_mask.tolist() == [False, True, False]
+    assert rewards.scores[[0, 2]].tolist() == [3.5, 3.5]
+    assert rewards.metrics == {"rule/score": 2.0, "environment/score": 1.5, "num_turns": 2.0}
+    assert "turn 1: KeyError: 'x'" in rewards.failures[0]
