@@ -175,6 +175,5 @@ def _run_as_rank(config: Config, world: World) -> None:
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        keeper.exit_code
-    )  # engines and communicators have threads of their own that may hang while they are torn down
+    # engines and communicators have threads of their own that may hang while they are torn down
+    os._exit(keeper.exit_code)

@@ -196,7 +196,9 @@ class Keeper:
         self._roles = {name: own[name] for name in trained_roles(job.config)}
         self._root = checkpoint_root(job.config)
         self._data = describe_data(job.data)
-        self._writer = CheckpointWriter(self._root, self._roles, trainer.max_ckpt_to_keep, trainer.async_save)
+        self._writer = CheckpointWriter(
+            self._root, self._roles, trainer.max_ckpt_to_keep, trainer.async_save, job.offloads
+        )
         self._failed_in_a_row = 0
         self._save_s = self._step_started = 0.0
         self.exit_code = 0
@@ -283,8 +285,6 @@ class Keeper:
     def _save(self, state: RunState, must_succeed: bool) -> None:
         started = time.perf_counter()
         job = self._job
-        for offload in job.offloads.values():
-            offload.return_all()
         small = {
             "run": state.to_plain(),
             "stream": dataclasses.asdict(job.data.stream.position),

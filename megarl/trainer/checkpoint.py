@@ -25,8 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
 
 from megarl.trainer import checkpoint_files as files
+from megarl.trainer.offload import Offload
 from megarl.trainer.rng import RngState, capture_rng
 from megarl.trainer.role_state import count_adam_steps, list_role_shards, load_role
 from megarl.trainer.roles import Role
@@ -44,10 +46,19 @@ class CheckpointWriter:
         roles: the roles that learn, by name, in the same order on all ranks; None where this rank is outside.
         keep: complete checkpoints to keep; None = all.
         is_async: write on a thread.
+        offloads: by role, what may be parked; such a role is brought back, copied to the host, and parked again.
     """
 
-    def __init__(self, root: Path, roles: Mapping[str, Role | None], keep: int | None, is_async: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        roles: Mapping[str, Role | None],
+        keep: int | None,
+        is_async: bool,
+        offloads: Mapping[str, Offload] | None = None,
+    ) -> None:
         self._root, self._roles, self._keep, self._is_async = root, dict(roles), keep, is_async
+        self._offloads = dict(offloads or {})
         self._pending: _Pending | None = None
 
     @property
@@ -72,10 +83,7 @@ class CheckpointWriter:
             CheckpointFailed: the folder cannot be made, or the disk has not enough room.
         """
         assert self._pending is None, "a checkpoint is still being written"
-        shards = {
-            name: [] if role is None else list_role_shards(role, is_snapshot=self._is_async)
-            for name, role in self._roles.items()
-        }
+        shards = {name: self._list_shards(name, role) for name, role in self._roles.items()}
         num_bytes = sum(each.data.nbytes for own in shards.values() for each in own if each.data is not None)
         folder = Path(_on_rank_0(lambda: str(_make_folder(self._root, step, list(shards))), _sum(num_bytes)))
         facts = describe_roles(self._roles)
@@ -86,6 +94,17 @@ class CheckpointWriter:
             self._pending.start()
         else:
             self._pending.write()
+
+    def _list_shards(self, name: str, role: Role | None) -> list[ShardedTensor]:
+        if role is None:
+            return []
+        offload = self._offloads.get(name)
+        if offload is None:
+            return list_role_shards(role, is_snapshot=self._is_async)
+        offload.return_all()
+        shards = list_role_shards(role, is_snapshot=True)
+        offload.leave()
+        return shards
 
     def finish(self) -> Path:
         """Waits for the checkpoint that was begun, completes it and makes it current.

@@ -24,12 +24,11 @@ from tests.chaos.start import list_processes, start_told, wait
 from tests.checkpoints import list_differences
 from tests.tiny_task import list_words, write_job
 
-NUM_RANKS, STEPS = 2, 9  # one step more than an epoch, and than the kills of a run can take
+NUM_RANKS, STEPS = 2, 11  # more than an epoch of 8, and than the kills of a run can take
 PHASES = (
     "gen",
     "reward",
-    "old_log_prob",
-    "values",
+    "annotate",
     "update_critic",
     "update_actor",
     "sync",
@@ -59,8 +58,11 @@ class Kill:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=20, help="kills in all")
-    parser.add_argument("--kills-per-run", type=int, default=4)
+    parser.add_argument("--kills-per-run", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--first", type=int, default=0, help="kills done before, in another call: the phases go on there"
+    )
     parser.add_argument("--engine", default="vllm", choices=("vllm", "naive"))
     parser.add_argument("--folder", type=Path, help="keeps everything there, and goes on from an undisturbed run in it")
     options = parser.parse_args()
@@ -75,9 +77,9 @@ def main() -> int:
             "| kill | rank | where | steps saved | all gone after | left behind | resumed and finished as undisturbed |"
         )
         print("|---|---|---|---|---|---|---|", flush=True)
-        done, is_all_well = 0, True
-        while done < options.times:
-            count = min(options.kills_per_run, options.times - done)
+        done, is_all_well = options.first, True
+        while done < options.first + options.times:
+            count = min(options.kills_per_run, options.first + options.times - done)
             is_all_well &= kill_a_run(base / f"seed{options.seed}-{done}", straight, options.engine, count, done, dice)
             done += count
     return 0 if is_all_well else 1

@@ -141,7 +141,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
 def test_a_signal_saves_and_leaves_with_the_requeue_code_and_the_same_command_goes_on(
     straight: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
