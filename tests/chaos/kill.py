@@ -11,13 +11,14 @@ memory is left. In the end: whether the last checkpoint is the undisturbed run's
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.chaos.start import list_processes, start_told, wait
@@ -64,7 +65,7 @@ def main() -> int:
         "--first", type=int, default=0, help="kills done before, in another call: the phases go on there"
     )
     parser.add_argument("--engine", default="vllm", choices=("vllm", "naive"))
-    parser.add_argument("--folder", type=Path, help="keeps everything there, and goes on from an undisturbed run in it")
+    parser.add_argument("--folder", type=Path, help="keeps everything there, and goes on where a call was broken off")
     options = parser.parse_args()
     dice = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="megarl-chaos-") as scratch:
@@ -86,8 +87,24 @@ def main() -> int:
 
 
 def kill_a_run(folder: Path, straight: Path, engine: str, count: int, first: int, dice: random.Random) -> bool:
-    """Kills one run `count` times, lets it finish, and prints its rows; whether all is as it should be."""
-    kills = [kill_once(folder, engine, PHASES[(first + i) % len(PHASES)], dice) for i in range(count)]
+    """Kills one run `count` times, lets it finish, and prints its rows; whether all is as it should be.
+
+    Kills of an earlier call that was broken off count: they are in `folder`/kills.jsonl.
+    """
+    noted = folder / "kills.jsonl"
+    for i in range(count):
+        phase, rank, visit, moment = (
+            PHASES[(first + i) % len(PHASES)],
+            dice.randrange(NUM_RANKS),
+            dice.randint(1, 2),
+            dice.random(),
+        )
+        if noted.exists() and len(noted.read_text().splitlines()) > i:
+            continue
+        kill = kill_once(folder, engine, phase, rank, visit, moment)
+        with noted.open("a") as file:
+            file.write(json.dumps(asdict(kill)) + "\n")
+    kills = [Kill(**json.loads(line)) for line in noted.read_text().splitlines()]
     code = wait(start(folder, engine), START_S)
     last = Path("run") / "checkpoints" / f"step_{STEPS:06d}"
     problems = [f"exit code {code}"] if code else list_differences(straight / last, folder / last)
@@ -114,12 +131,12 @@ def start(folder: Path, engine: str, **environ: str) -> subprocess.Popen[bytes]:
     return start_told(folder, words, NUM_RANKS, **environ)
 
 
-def kill_once(folder: Path, engine: str, phase: str, dice: random.Random) -> Kill:
-    """Starts the run and has one rank killed in `phase` of a step chosen by the dice."""
+def kill_once(folder: Path, engine: str, phase: str, rank: int, visit: int, moment: float) -> Kill:
+    """Starts the run and has one rank killed in `phase` of its first or second step, early or late in it."""
     memory = set(os.listdir("/dev/shm"))
-    is_rank_0_alone = phase.removeprefix("save: ") in ("completing", "moving the pointer", "clearing old ones")
-    rank = 0 if is_rank_0_alone else dice.randrange(NUM_RANKS)
-    visit, delay = dice.randint(1, 2), dice.random() * MOMENT_S[":" in phase]
+    if phase.removeprefix("save: ") in ("completing", "moving the pointer", "clearing old ones"):
+        rank = 0  # it does this alone
+    delay = moment * MOMENT_S[":" in phase]
     (folder / "killed").unlink(missing_ok=True)
     code = wait(start(folder, engine, CHAOS_KILL=f"{rank};{phase};{visit};{delay}"), START_S)
     assert (folder / "killed").exists(), f"rank {rank} never came to {phase}:\n{(folder / 'log').read_text()[-3000:]}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +24,15 @@ def start_told(folder: Path, words: list[str], num_ranks: int, **environ: str) -
     for told in folder.glob("phase-*"):
         told.unlink()
     with (folder / "log").open("ab") as log:
-        return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=log, stderr=log)
+        return subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=log, stderr=log, preexec_fn=die_with_parent
+        )
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when the one that started it dies (Linux)."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def read_phase(folder: Path, rank: int) -> tuple[int, str]:
