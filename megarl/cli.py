@@ -1,4 +1,4 @@
-"""The command line: `megarl train`, `megarl check parity`, `megarl plan-reshard` and `megarl data inspect`.
+"""The command line: `megarl train`, `convert`, `check parity`, `plan-reshard` and `data inspect`.
 
 `megarl train` checks the configuration, then joins the ranks that torchrun or srun started, or starts
 `trainer.n_gpus_per_node` local ranks of itself when nobody did.
@@ -42,12 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks = commands.add_parser("check", help="prove that a grid computes what one rank does")
     checks.add_subparsers(dest="check_command", required=True).add_parser("parity", add_help=False)
     commands.add_parser("plan-reshard", help="the weight transfer of a run, on paper", add_help=False)
+    commands.add_parser("convert", help="models between Hugging Face's form and Megatron's", add_help=False)
     if words[:1] == ["train"]:
         return run_train(words[1:])
     if words[:2] == ["check", "parity"]:
         return run_check_parity(words[2:])
     if words[:1] == ["plan-reshard"]:
         return run_reshard_table(words[1:])
+    if words[:1] == ["convert"]:
+        return run_convert_words(words[1:])
     options = parser.parse_args(words)
     from megarl.rollout.show_row import run_inspect
 
@@ -101,6 +104,24 @@ def run_check_parity(words: Sequence[str]) -> int:
         return launch_local(config.trainer.n_gpus_per_node, words, "megarl.parity")
     run_rank(lambda: run_as_rank(words))
     return 0
+
+
+def run_convert_words(words: Sequence[str]) -> int:
+    """`megarl convert ...`; returns the exit code."""
+    quiet_environment()
+    parser = argparse.ArgumentParser(
+        prog="megarl convert", description="Models between Hugging Face's form and Megatron's."
+    )
+    from rich.console import Console
+
+    from megarl.convert import add_arguments, run_convert
+
+    add_arguments(parser)
+    try:
+        return run_convert(parser.parse_args(list(words)), Console())
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return USER_MISTAKE_EXIT
 
 
 def run_train(words: Sequence[str]) -> int:

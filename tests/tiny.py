@@ -24,11 +24,21 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def build_hf_model(family: str, **changes: Any) -> Any:
-    """A transformers model of `family` (llama, qwen2, qwen3) with random weights."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+EXTRA: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
+}
 
-    config = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family](**{**SHAPE, **changes})
+
+def build_hf_model(family: str, **changes: Any) -> Any:
+    """A transformers model of `family`, one of `EXTRA`, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**SHAPE, **EXTRA[family], **changes})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():

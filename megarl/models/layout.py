@@ -10,7 +10,7 @@ and nothing else looks at parameter names. Example, fused gate and up of width I
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from megarl.parallel.topology import Topology
 VOCAB_DIVISOR = 128  # Megatron pads the vocabulary to a multiple of this times TP
 VALUE_HEAD = "score.weight"  # the value head's name in a saved critic, as transformers names a scalar head
 
-Kind = Literal["replicated", "rows", "columns", "qkv", "vocab"]
+Kind = Literal["replicated", "rows", "columns", "qkv", "vocab", "value"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class ModelSpec:
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)  # `rope_type`, `rope_theta` and what the type needs
+    num_experts: int = 0  # of each layer; 0 = a dense model
+    expert_ffn_size: int = 0
 
     def padded_vocab(self, tp_size: int) -> int:
         """Rows of the embedding over all tensor-parallel ranks."""
@@ -54,7 +56,7 @@ class Rule:
 
     kind: `replicated`: the whole tensor on every rank; `rows`: each tensor cut by rows, the pieces one after the
     other; `columns`: cut by columns; `qkv`: rows of q, k, v interleaved per key-value group; `vocab`: rows of the
-    padded vocabulary.
+    padded vocabulary; `value`: the one row of a value head, on every rank.
     """
 
     kind: Kind
@@ -65,11 +67,13 @@ class Rule:
 class Family:
     """One model family: the names it goes by and the rules of its parameters.
 
-    `layer` maps the Megatron name inside a layer to a rule whose sources are names inside a Hugging Face layer.
+    `layer` maps the Megatron name inside a layer to a rule whose sources are names inside a Hugging Face layer;
+    `expert` does the same for the parameters of one expert, whose number stands for `{expert}` in the sources.
     """
 
     name: str
     layer: Mapping[str, Rule]
+    expert: Mapping[str, Rule] = field(default_factory=dict)
     layer_prefix: str = "model.layers.{layer}."
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
@@ -92,13 +96,17 @@ class ParamLayout:
     """One parameter of one rank: its local shape and the slices that fill it. Rows no slice covers are padding: zero.
 
     `is_tied_copy` marks the output layer of a tied model on a last stage that is not the first: a second copy of the
-    embedding. `is_replicated`: the same on every tensor-parallel rank.
+    embedding. `is_replicated`: the same on every tensor-parallel rank. `stem` is the name without the numbers of layer
+    and expert, which are `layer` and `expert`, counted over the whole model.
     """
 
     name: str
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
     is_replicated: bool
+    stem: str
+    layer: int | None = None
+    expert: int | None = None
     is_tied_copy: bool = False
 
     @property
@@ -120,42 +128,41 @@ def plan_stage(
     pp_size: int,
     stage: int,
     head: HeadKind = "policy",
+    ep_size: int = 1,
+    ep_rank: int = 0,
 ) -> list[ParamLayout]:
     """The parameters of one chunk of a model (a pipeline stage has one or several, see `plan_rank`).
 
     Args:
         pp_size, stage: number of chunks, and which of them.
         head: "policy" puts the output layer on the last stage, "value" a [1, H] value head.
+        ep_size, ep_rank: ranks over which the experts of each layer are dealt out, neighbours to one rank; everything
+            else is the same on these ranks. An expert is cut over `tp_size` ranks as a dense MLP is.
 
     Returns:
         Layouts by Megatron name with layers counted over the whole model, embedding first, head last.
 
     Raises:
-        ValueError: heads or widths that `tp_size` does not divide.
+        ValueError: heads, widths or experts that `tp_size` or `ep_size` does not divide.
     """
     check_tp(spec, tp_size)
-    layouts: list[ParamLayout] = []
-    is_last = stage == pp_size - 1
-    vocab = Rule("vocab", (family.embedding,))
+    check_ep(spec, ep_size)
+    num_local = spec.num_experts // ep_size
+    experts = range(num_local * ep_rank, num_local * (ep_rank + 1))
+    params: list[_Param] = []
     if stage == 0:
-        layouts.append(_layout("embedding.word_embeddings.weight", vocab, "", spec, tp_size, tp_rank))
+        params.append(_Param("embedding.word_embeddings.weight", Rule("vocab", (family.embedding,))))
     for layer in layer_range(spec.num_layers, pp_size, stage):
-        for name, rule in family.layer.items():
-            prefix = family.layer_prefix.format(layer=layer)
-            layouts.append(_layout(f"decoder.layers.{layer}.{name}", rule, prefix, spec, tp_size, tp_rank))
-    if is_last:
-        norm = Rule("replicated", (family.final_norm,))
-        layouts.append(_layout("decoder.final_layernorm.weight", norm, "", spec, tp_size, tp_rank))
+        params += _list_layer(family, f"decoder.layers.{layer}.", layer, experts)
+    if stage == pp_size - 1:
+        params.append(_Param("decoder.final_layernorm.weight", Rule("replicated", (family.final_norm,))))
         if head == "value":
-            slices = (Slice(VALUE_HEAD, 0, 0, 1, 0),)
-            layouts.append(ParamLayout("output_layer.weight", (1, spec.hidden_size), slices, is_replicated=True))
+            params.append(_Param("output_layer.weight", Rule("value", (VALUE_HEAD,))))
         elif not spec.is_tied:
-            rule = Rule("vocab", (family.head,))
-            layouts.append(_layout("output_layer.weight", rule, "", spec, tp_size, tp_rank))
+            params.append(_Param("output_layer.weight", Rule("vocab", (family.head,))))
         elif stage > 0:
-            copy = _layout("output_layer.weight", vocab, "", spec, tp_size, tp_rank)
-            layouts.append(ParamLayout(copy.name, copy.shape, copy.slices, copy.is_replicated, is_tied_copy=True))
-    return layouts
+            params.append(_Param("output_layer.weight", Rule("vocab", (family.embedding,)), is_tied_copy=True))
+    return [_layout(param, spec, tp_size, tp_rank) for param in params]
 
 
 def plan_rank(
@@ -190,47 +197,105 @@ def check_tp(spec: ModelSpec, tp_size: int) -> None:
         raise ValueError(
             f"tp={tp_size} is more than the model's {spec.num_kv_heads} key-value heads; use at most that many"
         )
+    width = spec.expert_ffn_size if spec.num_experts else spec.ffn_size
     for what, count in (
         ("key-value heads", spec.num_kv_heads),
         ("attention heads", spec.num_heads),
-        ("MLP width", spec.ffn_size),
+        ("MLP width", width),
     ):
         if count % tp_size:
             fitting = ", ".join(
-                str(n) for n in range(1, spec.num_kv_heads + 1) if not (spec.num_kv_heads % n or spec.ffn_size % n)
+                str(n) for n in range(1, spec.num_kv_heads + 1) if not (spec.num_kv_heads % n or width % n)
             )
             raise ValueError(f"tp={tp_size} does not divide the model's {what} ({count}); use {fitting}")
 
 
-def _layout(name: str, rule: Rule, prefix: str, spec: ModelSpec, tp_size: int, tp_rank: int) -> ParamLayout:
-    sources = tuple(prefix + source for source in rule.sources)
-    is_vector = name.endswith(("bias", "layernorm.weight"))
+def check_ep(spec: ModelSpec, ep_size: int) -> None:
+    """Raises ValueError when the experts of this model cannot be dealt out over `ep_size` ranks."""
+    if ep_size > 1 and not spec.num_experts:
+        raise ValueError(f"ep={ep_size}, but the model has no experts; use ep=1")
+    if spec.num_experts % ep_size:
+        fitting = ", ".join(str(n) for n in range(1, spec.num_experts + 1) if not spec.num_experts % n)
+        raise ValueError(f"ep={ep_size} does not divide the model's {spec.num_experts} experts; use {fitting}")
+
+
+@dataclass(frozen=True)
+class _Param:
+    """A parameter before it is cut; the rule's sources are full names. `stem` empty = `name`."""
+
+    name: str
+    rule: Rule
+    stem: str = ""
+    layer: int | None = None
+    expert: int | None = None
+    is_tied_copy: bool = False
+
+
+def _list_layer(family: Family, prefix: str, layer: int, experts: range) -> Iterator[_Param]:
+    """The parameters of one layer: its own, then those of each of `experts` (numbers over the whole layer)."""
+    hf_prefix = family.layer_prefix.format(layer=layer)
+    for name, rule in family.layer.items():
+        sources = tuple(hf_prefix + source for source in rule.sources)
+        yield _Param(prefix + name, Rule(rule.kind, sources), f"decoder.layers.{name}", layer)
+    for local, expert in enumerate(experts):
+        for name, rule in family.expert.items():
+            sources = tuple(hf_prefix + source.format(expert=expert) for source in rule.sources)
+            full = f"{prefix}mlp.experts.local_experts.{local}.{name}"
+            yield _Param(full, Rule(rule.kind, sources), f"decoder.layers.mlp.experts.experts.{name}", layer, expert)
+
+
+def _layout(param: _Param, spec: ModelSpec, tp_size: int, tp_rank: int) -> ParamLayout:
+    """Cuts one parameter."""
+    kind, sources = param.rule.kind, param.rule.sources
+    is_vector = param.name.endswith(("bias", "layernorm.weight"))
     hidden = () if is_vector else (spec.hidden_size,)
-    if rule.kind == "replicated":
-        width = spec.head_dim if "q_layernorm" in name or "k_layernorm" in name else spec.hidden_size
-        return ParamLayout(name, (width,), (Slice(sources[0], 0, 0, width, 0),), is_replicated=True)
-    if rule.kind == "vocab":
+    ffn_size = spec.ffn_size if param.expert is None else spec.expert_ffn_size
+    slices: list[Slice]
+    if kind in ("replicated", "value"):
+        rows = _replicated_rows(param, spec)
+        shape, slices = (rows, *hidden), [Slice(sources[0], 0, 0, rows, 0)]
+    elif kind == "vocab":
         rows = spec.padded_vocab(tp_size) // tp_size
         first = rows * tp_rank
         real = max(0, min(rows, spec.vocab_size - first))
-        slices = (Slice(sources[0], 0, first, real, 0),) if real else ()
-        return ParamLayout(name, (rows, *hidden), slices, is_replicated=False)
-    if rule.kind == "rows":
-        rows = spec.ffn_size // tp_size
-        slices = tuple(Slice(source, 0, rows * tp_rank, rows, rows * i) for i, source in enumerate(sources))
-        return ParamLayout(name, (rows * len(sources), *hidden), slices, is_replicated=False)
-    if rule.kind == "columns":
-        total = spec.ffn_size if "fc2" in name else spec.num_heads * spec.head_dim
-        columns = total // tp_size
-        slices = (Slice(sources[0], 1, columns * tp_rank, columns, 0),)
-        return ParamLayout(name, (spec.hidden_size, columns), slices, is_replicated=False)
-    assert rule.kind == "qkv", f"unknown rule {rule}"
+        shape, slices = (rows, *hidden), [Slice(sources[0], 0, first, real, 0)] if real else []
+    elif kind == "rows":
+        rows = ffn_size // tp_size
+        slices = [Slice(source, 0, rows * tp_rank, rows, rows * i) for i, source in enumerate(sources)]
+        shape = (rows * len(sources), *hidden)
+    elif kind == "columns":
+        columns = (ffn_size if "fc2" in param.name else spec.num_heads * spec.head_dim) // tp_size
+        shape, slices = (spec.hidden_size, columns), [Slice(sources[0], 1, columns * tp_rank, columns, 0)]
+    else:
+        assert kind == "qkv", f"unknown rule {param.rule}"
+        slices = list(_slice_qkv(sources, spec, tp_size, tp_rank))
+        shape = (sum(piece.length for piece in slices), *hidden)
+    return ParamLayout(
+        param.name,
+        shape,
+        tuple(slices),
+        is_replicated=kind in ("replicated", "value"),
+        stem=param.stem or param.name,
+        layer=param.layer,
+        expert=param.expert,
+        is_tied_copy=param.is_tied_copy,
+    )
+
+
+def _replicated_rows(param: _Param, spec: ModelSpec) -> int:
+    """Rows of a parameter that is the same on every rank."""
+    if param.rule.kind == "value":
+        return 1
+    if param.name.endswith("router.weight"):
+        return spec.num_experts
+    return spec.head_dim if param.name.endswith(("q_layernorm.weight", "k_layernorm.weight")) else spec.hidden_size
+
+
+def _slice_qkv(sources: tuple[str, ...], spec: ModelSpec, tp_size: int, tp_rank: int) -> Iterator[Slice]:
     q_rows = spec.num_heads // spec.num_kv_heads * spec.head_dim
     kv_groups = spec.num_kv_heads // tp_size
-    pieces: list[Slice] = []
     start = 0
     for group in range(kv_groups * tp_rank, kv_groups * (tp_rank + 1)):
         for source, rows in zip(sources, (q_rows, spec.head_dim, spec.head_dim), strict=True):
-            pieces.append(Slice(source, 0, rows * group, rows, start))
+            yield Slice(source, 0, rows * group, rows, start)
             start += rows
-    return ParamLayout(name, (start, *hidden), tuple(pieces), is_replicated=False)

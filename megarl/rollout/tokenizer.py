@@ -7,21 +7,52 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
+
+SENTENCEPIECE = "tokenizer.model"
+PROBES = ("Hello world, how are you?", "1 + 23 = 24", "a  b", "naïve 🙂")
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, option: str = "actor.tokenizer_path") -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a local folder; the network is never asked.
+
+    Args:
+        option: what named the folder, for messages.
 
     Raises:
         ValueError: no such folder, or nothing in it that transformers can read as a tokenizer.
     """
     if not os.path.isdir(path):
-        raise ValueError(f"actor.tokenizer_path={path} is not a folder; download the tokenizer and name its folder")
+        raise ValueError(f"{option}={path} is not a folder; download the tokenizer and name its folder")
+    names_class = "tokenizer_class" in _read_json(Path(path) / "tokenizer_config.json")
+    is_sentencepiece = (Path(path) / SENTENCEPIECE).is_file() and not (Path(path) / "tokenizer.json").is_file()
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        # Nothing says what the model in the file is for: transformers would lose its marks of word beginnings.
+        kind = LlamaTokenizer if is_sentencepiece and not names_class else AutoTokenizer
+        tokenizer = kind.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"actor.tokenizer_path={path} holds no tokenizer that can be read: {error}") from error
+        raise ValueError(f"{option}={path} holds no tokenizer that can be read: {error}") from error
+    if is_sentencepiece:
+        _check_sentencepiece(tokenizer, Path(path) / SENTENCEPIECE, option)
+    return tokenizer
+
+
+def _check_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path, option: str) -> None:
+    """Raises ValueError where transformers makes other ids of `tokenizer.model` than sentencepiece does."""
+    from sentencepiece import SentencePieceProcessor
+
+    original = SentencePieceProcessor(model_file=str(file))
+    for text in PROBES:
+        got, wanted = tokenizer.encode(text, add_special_tokens=False), original.encode(text)
+        if got != wanted:
+            raise ValueError(
+                f"{option}={file.parent}: {type(tokenizer).__name__} makes {got[:8]} of {text!r}, but tokenizer.model "
+                f"means {wanted[:8]}; name the right tokenizer_class in tokenizer_config.json, or add a tokenizer.json"
+            )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def load_chat_template(option: str | None) -> str | None:

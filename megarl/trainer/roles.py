@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -16,6 +17,9 @@ from megarl.models.registry import read_model_spec
 from megarl.parallel.groups import RoleGroups
 from megarl.trainer.optim import AdamOptions, LRSchedule, attend_optimizer_build, build_optimizer, wrap_for_training
 from megarl.weights.hf import HFFolder, check_folder, load_shard
+from megarl.weights.megatron_folder import MegatronFolder
+from megarl.weights.source import TensorSource
+from megarl.weights.torch_dist import is_checkpoint
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,18 @@ class Role:
         return {name: vars(parameter)["main_grad"] for name, parameter in named_parameters(self.chunks).items()}
 
 
+def open_weights(model_path: str, family: Family, spec: ModelSpec, head: HeadKind) -> TensorSource:
+    """A Hugging Face folder or a Megatron one, checked; raises ValueError where it does not hold this model."""
+    if is_checkpoint(Path(model_path)):
+        megatron = MegatronFolder(model_path, family, spec)
+        if head == "policy" and megatron.head == "value":
+            raise ValueError(f"{model_path} holds a critic; a policy needs an output layer")
+        return megatron
+    source = HFFolder(model_path, family)
+    check_folder(source, family, spec, head)
+    return source
+
+
 def build_role(
     name: str,
     groups: RoleGroups | None,
@@ -95,7 +111,7 @@ def build_role(
     Args:
         name: for messages.
         groups: this rank's place, None outside the role.
-        model_path: a Hugging Face folder of a policy, or of a saved critic.
+        model_path: a Hugging Face folder of a policy, or of a saved critic; or either converted to a Megatron folder.
         options: dtype, kind of head, recomputation.
         max_tokens, max_sequences: bounds of a micro-batch.
         num_ids: ids of the tokenizer; None = as many as the table has rows.
@@ -114,8 +130,7 @@ def build_role(
     family, spec = read_model_spec(model_path)
     topology, at = groups.topology, groups.at
     layouts = tuple(plan_rank(family, spec, topology, at.tp, at.pp, options.head))
-    source = HFFolder(model_path, family)
-    check_folder(source, family, spec, options.head)
+    source = open_weights(model_path, family, spec, options.head)
     chunks = build_chunks(spec, groups, options)
     load_shard(source, layouts, named_weights(chunks))
     training = None

@@ -8,13 +8,12 @@ that nothing outlives a rank that is killed. An error of one rank while it write
 and the folder can be read only when the last file of all, `metadata.json`, is there. Ranks that have nothing to save or
 to load take part with an empty list.
 
-`.metadata` in such a folder is a pickle, as torch writes it: `check_metadata` refuses one that names anything but the
+`.metadata` in such a folder is a pickle, as torch writes it: `read_metadata` refuses one that names anything but the
 classes that belong there.
 """
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -37,10 +36,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from megarl import device
 from megarl.weights.patches import Patch
+from megarl.weights.torch_dist import read_metadata, read_tensors
 
 FORMAT = CheckpointingConfig(sharded_backend="torch_dist", sharded_backend_version=1)
-_SAFE_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.", "collections", "pathlib")
-_SAFE_BUILTINS = ("set", "frozenset", "slice")
 
 
 class CheckpointFailed(RuntimeError):
@@ -162,9 +160,9 @@ def load_folder(shards: Sequence[ShardedTensor], path: Path) -> None:
 
     Raises:
         CheckpointingException: a tensor that the folder lacks, or of another shape.
-        ValueError: see `check_metadata`.
+        ValueError: see `read_metadata`.
     """
-    check_metadata(path / ".metadata")
+    read_metadata(path / ".metadata")
     with device.megatron_scope(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # Megatron calls torch's loader by its old name
         dist_checkpointing.load(
@@ -173,28 +171,5 @@ def load_folder(shards: Sequence[ShardedTensor], path: Path) -> None:
 
 
 def list_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor in a folder, by key; reads only its metadata."""
-    check_metadata(path / ".metadata")
-    found: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(path))
-    return {key: (tuple(each.global_shape), each.dtype) for key, each in found.items()}
-
-
-def check_metadata(file: Path) -> None:
-    """Raises ValueError when the pickle `.metadata` is broken or would call something that does not belong there."""
-    try:
-        with file.open("rb") as opened:
-            _MetadataReader(opened).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
-
-
-class _MetadataReader(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        is_constant = module_name == "torch" and isinstance(
-            getattr(torch, global_name, None), torch.dtype | torch.layout | torch.memory_format
-        )
-        is_plain = (module_name, global_name) in (("torch", "Size"), ("torch.serialization", "_get_layout"))
-        is_builtin = module_name == "builtins" and global_name in _SAFE_BUILTINS
-        if is_constant or is_plain or is_builtin or module_name.startswith(_SAFE_MODULES):
-            return super().find_class(module_name, global_name)
-        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which no checkpoint needs")
+    """Shape and dtype of every tensor in a folder, by key; reads only its index, see `weights/torch_dist.py`."""
+    return {key: (tensor.shape, tensor.dtype) for key, tensor in read_tensors(path).items()}

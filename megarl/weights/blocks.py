@@ -133,6 +133,8 @@ def list_engine_shards(family: Family, spec: ModelSpec, engines: Sequence[Sequen
     """
     tp_size = len(engines[0])
     check_engine_tp(spec, tp_size)
+    if family.expert:
+        raise ValueError(f"{family.name}: the transfer of a model of experts into an engine is not planned yet")
     by_place = [_engine_rank(family, spec, tp_size, tp_rank) for tp_rank in range(tp_size)]
     return {rank: by_place[tp_rank] for engine in engines for tp_rank, rank in enumerate(engine)}
 

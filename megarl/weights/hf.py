@@ -2,7 +2,7 @@
 
 Reading goes slice by slice through safetensors, so a rank never holds more than one tensor beside its own shard.
 Tensor names are matched after taking off the folder's own prefix (`model.` in most, `language_model.model.` or none
-in others).
+in others). Pickled files are read only when the user allows it (`pickled.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,9 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.models.layout import VALUE_HEAD, Family, ModelSpec, ParamLayout, hf_shapes
+from megarl.weights.pickled import PickledFile
+from megarl.weights.source import TensorSource
 
 IGNORED = ("rotary_emb.inv_freq", "attention.bias", "masked_bias")  # buffers that old exports carry along
 SHARD_BYTES = 4 << 30
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 COMPANIONS = (
     "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json "
     "added_tokens.json vocab.json merges.txt chat_template.jinja"
@@ -31,13 +36,17 @@ COMPANIONS = (
 class HFFolder:
     """The tensors of one Hugging Face folder, by the names of the family (prefix taken off); opened lazily.
 
+    Args:
+        allow_pickle: read `pytorch_model.bin` where there are no safetensors.
+
     Raises:
         ValueError: no safetensors, an index that names missing files, or a file that safetensors cannot read.
     """
 
-    def __init__(self, folder: str | Path, family: Family) -> None:
+    def __init__(self, folder: str | Path, family: Family, allow_pickle: bool = False) -> None:
         self.folder = Path(folder)
-        self._open: dict[str, safe_open] = {}
+        self._open: dict[str, Any] = {}
+        self._allow_pickle = allow_pickle
         files = self._list_tensors()
         tail = family.embedding.rpartition("embed_tokens.weight")[0]
         found = [name for name in files if name.endswith("embed_tokens.weight")]
@@ -59,38 +68,65 @@ class HFFolder:
             self.files[plain] = (file, name)
 
     def _list_tensors(self) -> dict[str, str]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            return dict(json.loads(index.read_text())["weight_map"])
-        single = self.folder / "model.safetensors"
-        if not single.is_file():
-            raise ValueError(
-                f"{self.folder} holds neither model.safetensors nor model.safetensors.index.json; megarl reads "
-                "safetensors only: save the model with transformers' save_pretrained"
-            )
-        return {name: single.name for name in self._file(single.name).keys()}
+        for single in (SAFETENSORS, PICKLED) if self._allow_pickle else (SAFETENSORS,):
+            index = self.folder / f"{single}.index.json"
+            if index.is_file():
+                try:
+                    return dict(json.loads(index.read_text())["weight_map"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{index} is not an index of tensors: {error!r}") from error
+            if (self.folder / single).is_file():
+                return dict.fromkeys(self._file(single).keys(), single)
+        is_pickled = any(self.folder.glob(f"{PICKLED.removesuffix('.bin')}*.bin*"))
+        hint = "; it holds pickled weights, which `megarl convert` reads with --allow-pickle" if is_pickled else ""
+        raise ValueError(
+            f"{self.folder} holds neither {SAFETENSORS} nor {SAFETENSORS}.index.json; megarl reads safetensors only: "
+            f"save the model with transformers' save_pretrained{hint}"
+        )
 
-    def _file(self, name: str) -> safe_open:
+    def _file(self, name: str) -> Any:
         if name not in self._open:
+            if name.endswith(".bin") and self._allow_pickle:
+                self._open[name] = PickledFile(self.folder / name)
+                return self._open[name]
             try:
                 self._open[name] = safe_open(self.folder / name, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
         return self._open[name]
 
+    def _slice(self, name: str) -> Any:
+        file, stored = self.files[name]
+        try:
+            return self._file(file).get_slice(stored)
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(f"{self.folder / file} does not hold {stored}, which the index says it does") from error
+
+    @property
+    def names(self) -> Set[str]:
+        """The tensors that are there."""
+        return self.files.keys()
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the file's header."""
-        file, stored = self.files[name]
-        return tuple(self._file(file).get_slice(stored).get_shape())
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """dtype of a tensor, from the file's header. Raises ValueError for one that is no plain float."""
+        stored = self._slice(name).get_dtype()
+        if stored not in DTYPES:
+            raise ValueError(f"{self.folder}: {name} is stored as {stored}; megarl reads {', '.join(DTYPES)}")
+        return DTYPES[stored]
 
     def read(self, name: str, axis: int, start: int, length: int) -> Tensor:
         """`length` rows (axis 0) or columns (axis 1) of a tensor from `start` on."""
-        file, stored = self.files[name]
-        part = self._file(file).get_slice(stored)
+        part = self._slice(name)
         return part[start : start + length] if axis == 0 else part[:, start : start + length]
 
 
-def check_folder(source: HFFolder, family: Family, spec: ModelSpec, head: str, needs_value_head: bool = False) -> None:
+def check_folder(
+    source: TensorSource, family: Family, spec: ModelSpec, head: str, needs_value_head: bool = False
+) -> None:
     """Raises one ValueError that lists every tensor that is missing, of another shape, or unknown.
 
     A critic (`head="value"`) needs no head on disk: its value head starts fresh, and a policy's output layer is left.
@@ -100,24 +136,24 @@ def check_folder(source: HFFolder, family: Family, spec: ModelSpec, head: str, n
     problems: list[str] = []
     optional = {family.head} if head == "value" or spec.is_tied else set()
     for name, shape in wanted.items():
-        if name not in source.files:
+        if name not in source.names:
             if name not in optional:
                 problems.append(f"missing tensor {name} {list(shape)}")
         elif source.shape(name) != shape:
             problems.append(f"tensor {name} has shape {list(source.shape(name))}, config.json says {list(shape)}")
-    if VALUE_HEAD in source.files and source.shape(VALUE_HEAD) != (1, spec.hidden_size):
+    if VALUE_HEAD in source.names and source.shape(VALUE_HEAD) != (1, spec.hidden_size):
         problems.append(f"tensor {VALUE_HEAD} has shape {list(source.shape(VALUE_HEAD))}, a head of one number has "
                         f"{[1, spec.hidden_size]}")  # fmt: skip
-    elif needs_value_head and VALUE_HEAD not in source.files:
+    elif needs_value_head and VALUE_HEAD not in source.names:
         problems.append(f"missing tensor {VALUE_HEAD} {[1, spec.hidden_size]}: this model was not trained to score")
     known = {*wanted, family.head, VALUE_HEAD}
-    problems += [f"unknown tensor {name}" for name in sorted(set(source.files) - known)]
+    problems += [f"unknown tensor {name}" for name in sorted(set(source.names) - known)]
     if problems:
         more = f"\n  ... and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(f"{source.folder} does not hold this model:\n  " + "\n  ".join(problems[:20]) + more)
 
 
-def load_shard(source: HFFolder, layouts: Iterable[ParamLayout], weights: Mapping[str, Tensor]) -> list[str]:
+def load_shard(source: TensorSource, layouts: Iterable[ParamLayout], weights: Mapping[str, Tensor]) -> list[str]:
     """Fills one rank's parameters, in place, padding with zeros; a value head that the folder lacks is left as it is.
 
     Args:
@@ -138,7 +174,7 @@ def load_shard(source: HFFolder, layouts: Iterable[ParamLayout], weights: Mappin
     for layout in layouts:
         local = weights[layout.name]
         assert tuple(local.shape) == layout.shape, f"{layout.name}: {tuple(local.shape)} against {layout.shape}"
-        if any(piece.hf_name == VALUE_HEAD and VALUE_HEAD not in source.files for piece in layout.slices):
+        if any(piece.hf_name == VALUE_HEAD and VALUE_HEAD not in source.names for piece in layout.slices):
             fresh.append(layout.name)
             continue
         if sum(piece.length for piece in layout.slices) < layout.shape[0] and layout.name.endswith("weight"):

@@ -1,10 +1,10 @@
 """Where a rank's parameters, and the part of them that its optimizer holds, lie in the tensors of a checkpoint. Pure.
 
-A checkpoint knows no TP, PP or DP. It holds one tensor for all layers, their number first, under Megatron's names; rows
-that only pad the vocabulary are not in it. A rank's share is a list of rectangles ("patches") of these tensors, and a
-distributed optimizer's share, a stretch of the flattened parameter, is a list of smaller ones. Example: linear_fc1 of
-layer 5 of 32, I=4 and H=3 at TP 2, rank 1; then the elements 4..9 of its flattened [4, 3], which one of two replicas
-holds: the rest of row 1, all of row 2, the first of row 3
+A checkpoint knows no TP, PP, EP or DP. It holds one tensor for all layers, their number first (and all experts, their
+number second), under Megatron's names; rows that only pad the vocabulary are not in it. A rank's share is a list of
+rectangles ("patches") of these tensors, and a distributed optimizer's share, a stretch of the flattened parameter, is a
+list of smaller ones. Example: linear_fc1 of layer 5 of 32, I=4 and H=3 at TP 2, rank 1; then the elements 4..9 of its
+flattened [4, 3], which one of two replicas holds: the rest of row 1, all of row 2, the first of row 3
 
     rows 0..1 -> decoder.layers.mlp.linear_fc1.weight [32, 8, 3] from (5, 2, 0), [1, 2, 3]     (gate)
     rows 2..3 ->                                                 from (5, 6, 0), [1, 2, 3]     (up)
@@ -15,7 +15,6 @@ holds: the rest of row 1, all of row 2, the first of row 3
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -23,8 +22,8 @@ from megarl.models.layout import Family, HeadKind, ModelSpec, ParamLayout, Slice
 
 # Checkpoints call the norm in front of a linear layer after that layer, whatever computed it.
 FUSED_NORMS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "decoder.layers.input_layernorm.weight": "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+    "decoder.layers.pre_mlp_layernorm.weight": "decoder.layers.mlp.linear_fc1.layer_norm_weight",
 }
 
 
@@ -57,7 +56,10 @@ class Patch:
 
 @dataclass(frozen=True)
 class _Home:
-    """The part of a checkpoint's tensor that a Hugging Face tensor fills; `leading` = (index, extent) of the layer."""
+    """The part of a checkpoint's tensor that one Hugging Face tensor fills.
+
+    `leading`: (index, extent) of layer and expert; `shape`: the tensor's, without these axes.
+    """
 
     key: str
     leading: tuple[tuple[int, int], ...]
@@ -72,24 +74,23 @@ def plan_whole_model(family: Family, spec: ModelSpec, head: HeadKind) -> WholeMo
     """The tensors of a checkpoint of this model, by the Hugging Face tensors that they are made of."""
     whole: dict[str, list[_Home]] = {}
     for layout in plan_stage(family, spec, tp_size=1, tp_rank=0, pp_size=1, stage=0, head=head):
-        rows = (
-            max(piece.start + piece.length for piece in layout.slices if piece.axis == 0)
-            if _is_cut_by_rows(layout)
-            else layout.shape[0]
-        )
-        shape = (rows, *layout.shape[1:])
-        matched = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", layout.name)
-        key, leading = layout.name, ()
-        if matched:
-            key = f"decoder.layers.{FUSED_NORMS.get(matched[2], matched[2])}"
-            leading = ((int(matched[1]), spec.num_layers),)
+        rows = max((piece.start + piece.length for piece in layout.slices if piece.axis == 0), default=layout.shape[0])
+        home = (checkpoint_key(layout, spec), leading_axes(layout, spec), (rows, *layout.shape[1:]))
         for piece in layout.slices:
-            whole.setdefault(piece.hf_name, []).append(_Home(key, leading, shape, piece))
+            whole.setdefault(piece.hf_name, []).append(_Home(*home, piece))
     return whole
 
 
-def _is_cut_by_rows(layout: ParamLayout) -> bool:
-    return all(piece.axis == 0 for piece in layout.slices)
+def checkpoint_key(layout: ParamLayout, spec: ModelSpec) -> str:
+    """The name of the checkpoint's tensor that holds a parameter."""
+    is_fused = not (spec.num_experts and "pre_mlp" in layout.stem)  # a router comes behind that norm, and fuses nothing
+    return FUSED_NORMS.get(layout.stem, layout.stem) if is_fused else layout.stem
+
+
+def leading_axes(layout: ParamLayout, spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """(index, extent) of the axes that stand before the parameter's own: layer and expert, where it has them."""
+    layer = () if layout.layer is None else ((layout.layer, spec.num_layers),)
+    return layer if layout.expert is None else (*layer, (layout.expert, spec.num_experts))
 
 
 def plan_patches(layout: ParamLayout, whole: WholeModel) -> list[Patch]:

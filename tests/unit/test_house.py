@@ -40,6 +40,8 @@ TOP = {
     "job",
     "plan",
     "reshard_table",
+    "convert",
+    "convert_check",
     "validation",
     "judging",
     "generation",

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from megarl.models.layout import HeadKind, ModelSpec, ParamLayout, check_tp, hf_shapes, plan_rank, plan_stage
+from megarl.models.layout import HeadKind, ModelSpec, ParamLayout, check_ep, check_tp, hf_shapes, plan_rank, plan_stage
 from megarl.models.registry import FAMILIES
 from megarl.parallel.schedule import interleaved, reversed_linear, reversed_v, v_shape
 from megarl.parallel.topology import Topology
@@ -33,6 +33,8 @@ def all_shards(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_and_column_lives_once(family: str, tp: int, pp: int) -> None:
     spec = dataclasses.replace(SPEC, is_tied=False)
+    if FAMILIES[family].expert:
+        spec = dataclasses.replace(spec, num_experts=3, expert_ffn_size=20)
     covered: dict[str, list[int]] = {}
     axes: dict[str, int] = {}
     for tp_rank, _, layout in all_shards(family, spec, tp, pp):
@@ -56,6 +58,23 @@ def test_slices_fill_each_parameter_without_overlap(tp: int, pp: int) -> None:
         assert set(filled) <= set(range(extent))
         if "word_embeddings" not in layout.name and "output_layer" not in layout.name:
             assert len(filled) == extent
+
+
+def test_experts_are_dealt_out_in_runs() -> None:  # case A7
+    spec = dataclasses.replace(SPEC, num_experts=4, expert_ffn_size=24)
+    layouts = plan_stage(FAMILIES["mixtral"], spec, 2, 1, 1, 0, ep_size=2, ep_rank=1)
+    first = next(layout for layout in layouts if "layers.6.mlp.experts.local_experts.0.linear_fc1" in layout.name)
+    assert (first.layer, first.expert, first.shape) == (6, 2, (24, 48))
+    gate, up = first.slices
+    assert gate.hf_name == "model.layers.6.block_sparse_moe.experts.2.w1.weight" and up.hf_name.endswith("w3.weight")
+    assert (gate.hf_start, gate.length, up.start) == (12, 12, 12)
+    assert first.stem == "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(("experts", "ep", "words"), [(0, 2, "no experts"), (6, 4, "use 1, 2, 3, 6")])
+def test_experts_that_cannot_be_dealt_out_are_refused(experts: int, ep: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_ep(dataclasses.replace(SPEC, num_experts=experts, expert_ffn_size=24), ep)
 
 
 def test_query_key_value_rows_are_interleaved_per_group() -> None:
