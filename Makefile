@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed-$(DEVICE)-$(shell cat $(LISTS) setup.py | sha256sum 
 EXT := megarl/_C.abi3.so
 EXT_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: help setup quickstart test test-fast chaos bench check format clean
+.PHONY: help setup quickstart test test-fast test-slurm chaos bench check format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -65,6 +65,10 @@ check: $(STAMP) ## formatter, linter, types, house rules
 
 test: check $(EXT) $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## everything
 	$(BIN)/python -m pytest --durations=20 $(ARGS)
+
+# As root. Gets Debian's slurm-wlm and munge where they are missing; what cannot be had is skipped and told.
+test-slurm: $(STAMP) $(EXT) ## a real Slurm of this one machine, and two hosts as network namespaces
+	MEGARL_CLUSTER_TESTS=1 $(BIN)/python -m pytest --durations=5 tests/cluster $(ARGS)
 
 test-fast: $(STAMP) $(EXT) ## the tests of single parts, without the slow ones
 	$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)

@@ -1,4 +1,4 @@
-"""The command line: `megarl train`, `convert`, `check parity`, `plan-reshard` and `data inspect`.
+"""The command line: `megarl train`, `convert`, `launch`, `check parity`, `plan-reshard`, `data inspect`.
 
 `megarl train` checks the configuration, then joins the ranks that torchrun or srun started, or starts
 `trainer.n_gpus_per_node` local ranks of itself when nobody did.
@@ -16,8 +16,9 @@ from megarl import __version__
 from megarl.config.load import ConfigError, load_config, resolve_config
 from megarl.config.schema import Config
 from megarl.config.validate import find_problems
-from megarl.launch.failure import USER_MISTAKE_EXIT, run_rank
+from megarl.launch.failure import INTERRUPTED_EXIT, USER_MISTAKE_EXIT, run_rank
 from megarl.launch.local import World, launch_local, resolve_world
+from megarl.launch.peers import PeerWatch
 from megarl.launch.stop import StopRequest
 from megarl.obs.log import quiet_environment, setup_logging
 
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks.add_subparsers(dest="check_command", required=True).add_parser("parity", add_help=False)
     commands.add_parser("plan-reshard", help="the weight transfer of a run, on paper", add_help=False)
     commands.add_parser("convert", help="models between Hugging Face's form and Megatron's", add_help=False)
+    commands.add_parser("launch", help="write and submit a Slurm job", add_help=False)
     if words[:1] == ["train"]:
         return run_train(words[1:])
     if words[:2] == ["check", "parity"]:
@@ -51,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_reshard_table(words[1:])
     if words[:1] == ["convert"]:
         return run_convert_words(words[1:])
+    if words[:1] == ["launch"]:
+        return run_launch_words(words[1:])
     options = parser.parse_args(words)
     from megarl.rollout.show_row import run_inspect
 
@@ -122,6 +126,25 @@ def run_convert_words(words: Sequence[str]) -> int:
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return USER_MISTAKE_EXIT
+    except (KeyboardInterrupt, OSError) as error:
+        why = str(error) or "interrupted"
+        sys.stderr.write(f"{why}: files that are done are kept, the same command goes on with them\n")
+        return INTERRUPTED_EXIT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def run_launch_words(words: Sequence[str]) -> int:
+    """`megarl launch ...`; returns the exit code."""
+    from rich.console import Console
+
+    from megarl.launch.command import add_arguments, run_launch
+
+    parser = argparse.ArgumentParser(prog="megarl launch", description="Runs on a cluster.")
+    add_arguments(parser)
+    try:
+        return run_launch(parser.parse_args(list(words)), Console())
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return USER_MISTAKE_EXIT
 
 
 def run_train(words: Sequence[str]) -> int:
@@ -153,7 +176,8 @@ def run_train(words: Sequence[str]) -> int:
         return 0
     if world is None:
         return launch_local(config.trainer.n_gpus_per_node, words)
-    run_rank(lambda: _run_as_rank(config, world))
+    peers = PeerWatch()
+    run_rank(lambda: _run_as_rank(config, world, peers), peers.describe)
     return 0
 
 
@@ -168,7 +192,7 @@ def _written_sizes(config: Config, overrides: Sequence[str]) -> tuple[int | None
     return nnodes, per_node
 
 
-def _run_as_rank(config: Config, world: World) -> None:
+def _run_as_rank(config: Config, world: World, peers: PeerWatch) -> None:
     """Joins the process group, trains, and leaves it."""
     os.environ |= world.environment()
     setup_logging(world.rank)
@@ -185,6 +209,7 @@ def _run_as_rank(config: Config, world: World) -> None:
     device.bind_local_device(world.local_rank)
     timeout = datetime.timedelta(seconds=config.trainer.timeout_s)
     dist.init_process_group(device.backend(), rank=world.rank, world_size=world.world_size, timeout=timeout)
+    peers.meet(world.rank, world.world_size, world.master_addr)
     resume = choose_checkpoint(config)
     job = open_job(config, None if resume is None else resume.check_data)
     if resume is None:
@@ -193,6 +218,7 @@ def _run_as_rank(config: Config, world: World) -> None:
         report = RunReport(config, job.total_steps, *read_history(resume))
     keeper = Keeper(job, report, resume, stop)
     train(job, report, keeper)
+    stop.close()
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -46,7 +46,7 @@ _PEER_LOSS = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank ended. `is_peer_loss`: it only noticed that another rank was gone."""
+    """Why one rank ended. `is_peer_loss`: it only noticed that another rank was gone; `peers`: who does not answer."""
 
     rank: int
     host: str
@@ -57,17 +57,21 @@ class Failure:
     time: float
     is_peer_loss: bool
     is_user_mistake: bool
+    peers: str = ""
 
     def headline(self) -> str:
         where = " | ".join(part for part in (f"rank {self.rank}", self.host, self.phase) if part)
         return f"[{where}] {self.error}"
 
 
-def run_rank(main: Callable[[], None]) -> None:
+def run_rank(main: Callable[[], None], describe_peers: Callable[[], str] = lambda: "") -> None:
     """Runs `main` as this process's rank and returns when it returns.
 
     When `main` raises, the process leaves at once: exit code 2 for a user's mistake (`ConfigError`), the code of a
     `SystemExit`, 130 for Ctrl-C, else 1. The note `phase: NAME` on an exception (`PhaseTimer`) is told.
+
+    Args:
+        describe_peers: says which other ranks do not answer; asked when a collective broke or was late.
     """
     _die_with_the_launcher()
     try:
@@ -78,6 +82,8 @@ def run_rank(main: Callable[[], None]) -> None:
         if isinstance(error, SystemExit) and error.code in (0, None):
             return
         failure = describe_failure(error, rank=int(os.environ.get("RANK", "0")))
+        if failure.is_peer_loss or _is_timeout(error):
+            failure = replace(failure, peers=describe_peers())
         _record(failure)
         if LAUNCHER_PID not in os.environ:
             _tell(failure)
@@ -110,13 +116,16 @@ def describe_failure(error: BaseException, rank: int) -> Failure:
 
 def format_failure(failure: Failure) -> str:
     """The block for people: headline and traceback; of a user's mistake only its message."""
-    return failure.error if failure.is_user_mistake else f"{failure.headline()}\n{failure.trace}"
+    if failure.is_user_mistake:
+        return failure.error
+    return "\n".join(part for part in (failure.headline(), failure.peers, failure.trace) if part)
 
 
 def format_peer_loss(failure: Failure) -> str:
     """One line of a rank that only noticed that another was gone."""
     reason = failure.error.splitlines()[0].split(". This is typically")[0]
-    return f"[rank {failure.rank} | {failure.host}] ended because another rank was gone ({reason})"
+    told = f"[rank {failure.rank} | {failure.host}] ended because another rank was gone ({reason})"
+    return f"{told}\n{failure.peers}" if failure.peers else told
 
 
 def read_failure(path: Path) -> Failure | None:
@@ -141,6 +150,12 @@ def _is_peer_loss(error: BaseException) -> bool:
         and "Timed out" not in text
         and any(mark in text for mark in _PEER_LOSS)
     )
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """A collective, or a wait for the store, that ran out of time."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and ("timed out" in text or "timeout" in text)
 
 
 def _record(failure: Failure) -> None:

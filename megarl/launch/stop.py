@@ -35,6 +35,7 @@ class StopRequest:
         self._number = 0
         self._longest_step_s = 0.0
         self._pipe: tuple[int, int] | None = None
+        self._is_over = False
 
     @property
     def signal_number(self) -> int:
@@ -51,6 +52,13 @@ class StopRequest:
             signal.siginterrupt(number, False)  # system calls of libraries go on
         threading.Thread(target=self._watch, args=(self._pipe[0], frozenset(signals)), daemon=True).start()
 
+    def close(self) -> None:
+        """From here on signals change nothing: all is saved, and the exit code is to say so.
+
+        Under srun the first rank that leaves makes the others get SIGTERM, which would be their second signal.
+        """
+        self._is_over = True
+
     def is_time_over(self, last_step_s: float, save_s: float) -> bool:
         """Whether another step like the longest one so far, and a save, would not fit any more."""
         if self._wall_time_s is None:
@@ -64,7 +72,7 @@ class StopRequest:
     def _watch(self, source: int, signals: frozenset[int]) -> None:
         seen = 0
         while data := os.read(source, 1):
-            if data[0] not in signals:
+            if data[0] not in signals or self._is_over:
                 continue
             seen += 1
             self._number = self._number or data[0]

@@ -42,7 +42,13 @@ def read_frame(pipe: BinaryIO) -> bytes | None:
 
 
 def main(requests_fd: int, replies_fd: int, parent: int) -> None:
-    """Loads the function, then answers requests until the pipe closes."""
+    """Loads the function, then answers requests until the pipe closes.
+
+    A batch system sends its signals to every process of a job. They are meant for the ranks, which save then; what they
+    still need judged must not be lost.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs started here would inherit
     _die_with(parent)
     with open(requests_fd, "rb") as requests, open(replies_fd, "wb") as replies:
         first = read_frame(requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -99,6 +100,17 @@ def test_answers_are_spread_over_the_processes_and_come_back_in_order(spec):
     assert len(pids) == 2 and os.getpid() not in pids
     pool.close()
     wait_until_gone(pids)
+
+
+def test_signals_that_are_meant_for_the_ranks_cost_no_answer(spec):
+    """Slurm sends its warning to every process of the job."""
+    pool = ScorerPool(spec, {}, num_workers=1, time_limit_s=5.0)
+    (before,) = pool.score(answers("1"), 0)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        os.kill(int(before.metrics["pid"]), number)
+    (after,) = pool.score(answers("2"), 0)
+    assert after.failure is None and after.metrics["pid"] == before.metrics["pid"]
+    pool.close()
 
 
 def test_too_many_failures_end_the_scoring(spec):
