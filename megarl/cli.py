@@ -149,7 +149,7 @@ def run_launch_words(words: Sequence[str]) -> int:
 
 def run_train(words: Sequence[str]) -> int:
     """`megarl train [--config FILE] [--dry-run] [key=value ...]`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="megarl train", description="Train a policy with PPO or GRPO.")
+    parser = argparse.ArgumentParser(prog="megarl train", description="Train a policy on rewards, or on preferences.")
     parser.add_argument("--config", help="a YAML file; its values go over the defaults")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; load no model")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="go over the file's values")
@@ -192,6 +192,24 @@ def _written_sizes(config: Config, overrides: Sequence[str]) -> tuple[int | None
     return nnodes, per_node
 
 
+def _train_on_rewards(config: Config, stop: StopRequest) -> int:
+    """Trains a policy on rewards, from its checkpoint on if there is one; returns the exit code."""
+    from megarl.job import open_job
+    from megarl.keeper import Keeper, choose_checkpoint, read_history
+    from megarl.report import RunReport
+    from megarl.train import train
+
+    resume = choose_checkpoint(config)
+    job = open_job(config, None if resume is None else resume.check_data)
+    if resume is None:
+        report = RunReport(config, job.total_steps)
+    else:
+        report = RunReport(config, job.total_steps, *read_history(resume))
+    keeper = Keeper(job, report, resume, stop)
+    train(job, report, keeper)
+    return keeper.exit_code
+
+
 def _run_as_rank(config: Config, world: World, peers: PeerWatch) -> None:
     """Joins the process group, trains, and leaves it."""
     os.environ |= world.environment()
@@ -201,26 +219,21 @@ def _run_as_rank(config: Config, world: World, peers: PeerWatch) -> None:
     import torch.distributed as dist
 
     from megarl import device
-    from megarl.job import open_job
-    from megarl.keeper import Keeper, choose_checkpoint, read_history
-    from megarl.report import RunReport
-    from megarl.train import train
 
     device.bind_local_device(world.local_rank)
     timeout = datetime.timedelta(seconds=config.trainer.timeout_s)
     dist.init_process_group(device.backend(), rank=world.rank, world_size=world.world_size, timeout=timeout)
     peers.meet(world.rank, world.world_size, world.master_addr)
-    resume = choose_checkpoint(config)
-    job = open_job(config, None if resume is None else resume.check_data)
-    if resume is None:
-        report = RunReport(config, job.total_steps)
+    exit_code = 0
+    if config.preference is None:
+        exit_code = _train_on_rewards(config, stop)
     else:
-        report = RunReport(config, job.total_steps, *read_history(resume))
-    keeper = Keeper(job, report, resume, stop)
-    train(job, report, keeper)
+        from megarl.train_preference import open_preference_job, train_preference
+
+        train_preference(open_preference_job(config))
     stop.close()
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     # engines and communicators have threads of their own that may hang while they are torn down
-    os._exit(keeper.exit_code)
+    os._exit(exit_code)

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from megarl import device
 from megarl.config.load import ConfigError
 from megarl.config.model_facts import read_model_facts
+from megarl.config.needs import critic_roles, loss_needs_whole, model_roles
 from megarl.config.schema import (
     ActorConfig,
-    AdvEstimator,
     Config,
     CriticConfig,
     Engine,
@@ -32,7 +32,7 @@ from megarl.config.schema import (
     RefConfig,
     ScoringModelConfig,
 )
-from megarl.config.validate import can_fuse, model_roles
+from megarl.config.validate import can_fuse
 from megarl.generation import Conversation, generate, open_conversation
 from megarl.judging import open_sources
 from megarl.models.build import BuildOptions, uses_transformer_engine
@@ -49,10 +49,13 @@ from megarl.rollout.naive_engine import NaiveEngine
 from megarl.rollout.prompts import PromptStream, build_prompts
 from megarl.rollout.rows import load_rows
 from megarl.rollout.tokenizer import check_tokenizer_fits, count_token_ids, load_tokenizer, stop_token_ids
+from megarl.trainer.estimators import ESTIMATORS, Estimator, wrap_user_estimator
 from megarl.trainer.next_token import build_next_logits
 from megarl.trainer.offload import Offload
 from megarl.trainer.optim import AdamOptions, LRSchedule
+from megarl.trainer.ppo import POLICY_LOSSES, PolicyLossRule, wrap_user_loss
 from megarl.trainer.roles import Role, build_role
+from megarl.user_code import load_function
 from megarl.weights.order import choose_order
 from megarl.weights.sync import WeightSync, open_weight_sync
 
@@ -63,8 +66,9 @@ SPLITTING = ("auto", "zero_bubble", "fused")  # schedules that may compute weigh
 
 @dataclass(frozen=True)
 class Data:
-    """What the run reads: the tokenizer, training prompts without end, held-out prompts, who judges answers, and who
-    the policy talks to; `cost` is None where answers have no cost, `conversation` where they have one turn."""
+    """What the run reads: the tokenizer, training prompts without end, held-out prompts, who judges answers, who the
+    policy talks to, and what of the algorithm is the user's own; `cost` is None where answers have no cost,
+    `conversation` where they have one turn."""
 
     tokenizer: Any
     stream: PromptStream
@@ -74,6 +78,8 @@ class Data:
     reward: tuple[Source, ...]
     cost: tuple[Source, ...] | None
     conversation: Conversation | None
+    estimate: Estimator
+    policy_loss: PolicyLossRule
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Job:
     data: Data
     topologies: dict[str, Topology]
     actor: Role | None
-    critic: Role | None
+    critics: dict[str, Role | None]
     ref: Role | None
     scoring: dict[str, Role | None]
     engine: RolloutEngine | None
@@ -103,6 +109,14 @@ class Job:
         """After answers are drawn: with `rollout.free_cache_engine` the engine gives its memory back."""
         if self.config.rollout.free_cache_engine and self.engine is not None:
             self.engine.discard_weights()
+
+    def role(self, name: str) -> Role | None:
+        """The actor or a critic, by name."""
+        return self.actor if name == "actor" else self.critics[name]
+
+    def settings(self, name: str) -> ActorConfig | CriticConfig:
+        """The section of the actor or of a critic."""
+        return self.config.actor if name == "actor" else critic_roles(self.config)[name]
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hands the actor's weights to the engines; a collective of the world. Returns `sync/*` metrics.
@@ -129,18 +143,21 @@ def plan_topologies(config: Config, world_size: int) -> dict[str, Topology]:
     grids: dict[str, GridConfig | None] = {
         "actor": config.parallel.actor,
         "critic": config.parallel.critic,
+        "cost_critic": config.parallel.cost_critic,
         "ref": config.parallel.ref or config.parallel.actor,
         "reward_model": config.parallel.reward_model,
         "cost_model": config.parallel.cost_model,
     }
     chosen = {role: grids[role] for role in model_roles(config)}
-    chosen["rollout"] = config.parallel.actor if config.rollout.name is Engine.naive else config.parallel.rollout
+    if config.preference is None:
+        chosen["rollout"] = config.parallel.actor if config.rollout.name is Engine.naive else config.parallel.rollout
     planned: dict[str, Topology] = {}
     for role, grid in chosen.items():
         assert grid is not None
         order = "dp-tp-pp" if grid.order is GridOrder.dp_tp_pp else "tp-dp-pp"
         planned[role] = plan_topology(role, world_size, grid.tp, grid.pp, grid.dp, grid.ranks, order)
-    if config.parallel.actor.order is GridOrder.auto and config.rollout.name is Engine.vllm:
+    generates_elsewhere = config.preference is None and config.rollout.name is Engine.vllm
+    if config.parallel.actor.order is GridOrder.auto and generates_elsewhere:
         planned["actor"] = _choose_actor_order(config, planned["actor"], planned["rollout"])
     for role in model_roles(config):
         planned[role] = _place_chunks(config, role, planned)
@@ -180,6 +197,11 @@ def _place_chunks(config: Config, role: str, planned: Mapping[str, Topology]) ->
     choice = config.pipeline.schedule.value
     stages = plan_chunk_stages(choice, topology.pp_size, num_layers, is_reversed, config.pipeline.virtual_stages)
     return dataclasses.replace(topology, chunk_stages=stages)
+
+
+def splits_gradients(config: Config, topology: Topology) -> bool:
+    """Whether a role on this grid may compute weight gradients later than the others."""
+    return topology.pp_size > 1 and config.pipeline.schedule.value in SPLITTING
 
 
 def can_update_together(config: Config, topologies: Mapping[str, Topology]) -> bool:
@@ -226,7 +248,7 @@ def open_job(config: Config, check_data: Callable[[Data], None] | None = None) -
             head="value" if isinstance(settings, CriticConfig | ScoringModelConfig) else "policy",
             recompute=settings.recompute.value if isinstance(settings, ActorConfig | CriticConfig) else "none",
             seed=config.trainer.seed,
-            splits_gradients=topologies[name].pp_size > 1 and config.pipeline.schedule.value in SPLITTING,
+            splits_gradients=splits_gradients(config, topologies[name]),
         )
         assert settings.model_path is not None
         role = build_role(
@@ -243,16 +265,14 @@ def open_job(config: Config, check_data: Callable[[Data], None] | None = None) -
             log.info("%s: %s, %s, built in %.1f s", name, role.groups.at, role.dtype, time.perf_counter() - start)
         return role
 
-    actor, critic, ref = (
-        open_role("actor", config.actor),
-        open_role("critic", config.critic),
-        open_role("ref", config.ref),
-    )
+    actor = open_role("actor", config.actor)
+    critics = {name: open_role(name, settings) for name, settings in critic_roles(config).items()}
+    ref = open_role("ref", config.ref)
     scoring = {name: open_role(name, getattr(config, name)) for name in ("reward_model", "cost_model")}
     engine = open_engine(config, data, topologies["rollout"], actor)
     weight_sync = open_sync(config, topologies, cache, actor, engine)
-    offloads = open_offloads(config, {"actor": actor, "critic": critic, "ref": ref})
-    return Job(config, data, topologies, actor, critic, ref, scoring, engine, weight_sync, offloads, total_steps)
+    offloads = open_offloads(config, {"actor": actor, **critics, "ref": ref})
+    return Job(config, data, topologies, actor, critics, ref, scoring, engine, weight_sync, offloads, total_steps)
 
 
 def open_data(config: Config) -> Data:
@@ -264,6 +284,7 @@ def open_data(config: Config) -> Data:
         _, spec = read_model_spec(model_path)
         num_ids = count_token_ids(tokenizer)
         check_tokenizer_fits(num_ids, spec.vocab_size)
+        estimate, policy_loss = open_algorithm(config)
 
         def read(files: list[str], limit: int | None) -> list[Prompt]:
             origin = ", ".join(files)
@@ -297,7 +318,23 @@ def open_data(config: Config) -> Data:
     reward = open_sources(config, "reward", train[0])
     cost = None if config.cost is None else open_sources(config, "cost", train[0])
     conversation = open_conversation(config, tokenizer, train[0])
-    return Data(tokenizer, stream, held_out, stop_ids, num_ids, reward, cost, conversation)
+    return Data(tokenizer, stream, held_out, stop_ids, num_ids, reward, cost, conversation, estimate, policy_loss)
+
+
+def open_algorithm(config: Config) -> tuple[Estimator, PolicyLossRule]:
+    """The functions behind `algorithm`: of megarl, or the user's own.
+
+    Raises:
+        ValueError: a user's file or function that cannot be had.
+    """
+    algorithm = config.algorithm
+    estimate = ESTIMATORS[algorithm.adv_estimator.value]
+    if algorithm.advantage is not None:
+        function = load_function("algorithm.advantage", algorithm.advantage)
+        estimate = wrap_user_estimator(function, algorithm.advantage)
+    if algorithm.loss is not None:
+        return estimate, wrap_user_loss(load_function("algorithm.loss", algorithm.loss), algorithm.loss)
+    return estimate, PolicyLossRule(POLICY_LOSSES[algorithm.policy_loss.value], loss_needs_whole(config))
 
 
 def open_engine(config: Config, data: Data, topology: Topology, actor: Role | None) -> RolloutEngine | None:
@@ -392,7 +429,7 @@ def build_optimizer_options(optim: OptimConfig, num_updates: int) -> tuple[AdamO
 
 def count_updates(config: Config, role: str) -> int:
     """Optimizer steps that one training step holds for `role`."""
-    settings = config.critic if role == "critic" else config.actor
+    settings = {"actor": config.actor, **critic_roles(config)}[role]
     assert settings.ppo_mini_batch_size is not None and settings.ppo_epochs is not None
     return settings.ppo_epochs * -(-config.data.train_batch_size // settings.ppo_mini_batch_size)
 
@@ -401,7 +438,3 @@ def derive_seed(seed: int, purpose: str, step: int) -> int:
     """A seed in [0, 2**63) that depends on these three only."""
     digest = hashlib.blake2b(f"{seed} {purpose} {step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def uses_critic(config: Config) -> bool:
-    return config.algorithm.adv_estimator is AdvEstimator.gae

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from megarl import __version__
 from megarl.config.load import ConfigError, dump_config
+from megarl.config.needs import trained_roles
 from megarl.config.schema import Config, ResumeMode
-from megarl.config.validate import trained_roles
 from megarl.job import Data, Job
 from megarl.launch.stop import REQUEUE_EXIT, StopRequest
 from megarl.obs.metrics import PhaseTimer
@@ -35,7 +35,6 @@ from megarl.trainer import checkpoint_files as files
 from megarl.trainer.checkpoint import CheckpointWriter, load_roles, read_rng, read_state
 from megarl.trainer.rng import restore_rng
 from megarl.trainer.role_state import find_mismatches
-from megarl.trainer.roles import Role
 from megarl.trainer.run_state import RunState, run_state_from
 from megarl.trainer.sharded_folder import CheckpointFailed
 
@@ -192,8 +191,7 @@ class Keeper:
     def __init__(self, job: Job, report: RunReport, resume: Resume | None, stop: StopRequest) -> None:
         trainer = job.config.trainer
         self._job, self._report, self._resume, self._stop = job, report, resume, stop
-        own: dict[str, Role | None] = {"actor": job.actor, "critic": job.critic}
-        self._roles = {name: own[name] for name in trained_roles(job.config)}
+        self._roles = {name: job.role(name) for name in trained_roles(job.config)}
         self._root = checkpoint_root(job.config)
         self._data = describe_data(job.data)
         self._writer = CheckpointWriter(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.config.needs import critic_roles
 from megarl.job import Job, can_update_together, derive_seed
 from megarl.obs.metrics import PhaseTimer
 from megarl.obs.time_line import Block, draw_time_line, write_chrome_trace
@@ -22,8 +23,9 @@ from megarl.parallel.partition import plan_mini_batches
 from megarl.records import PackedBatch
 from megarl.residents import bring_weights
 from megarl.trainer.annotate import annotate, logprob_pass, value_pass
+from megarl.trainer.judge import Judged
 from megarl.trainer.measured_costs import PipelineRun, Profile, merge_profile
-from megarl.trainer.ppo import Judged, build_actor_objective, build_critic_objective
+from megarl.trainer.ppo import build_actor_objective, build_critic_objective
 from megarl.trainer.roles import Role
 from megarl.trainer.update import Objective, PipelineOptions, Task, UpdateResult, update_roles
 
@@ -38,8 +40,8 @@ class PipelineWatch:
         self._told: dict[tuple[str, ...], tuple[str, str]] = {}
         self.profile = Profile()
         chunks = {name: topology.num_chunks for name, topology in job.topologies.items() if name != "rollout"}
-        passes = {"old_log_prob": "actor", "ref": "ref", "values": "critic"}
-        self._num_chunks = {name: chunks[name] for name in ("actor", "critic") if name in chunks}
+        passes = {"old_log_prob": "actor", "ref": "ref", "values": "critic", "cost_values": "cost_critic"}
+        self._num_chunks = {name: chunks[name] for name in ("actor", *job.critics)}
         self._num_chunks |= {name: chunks[role] for name, role in passes.items() if role in chunks}
         self._has_stages = any(topology.pp_size > 1 for topology in job.topologies.values())
 
@@ -94,14 +96,15 @@ class PipelineWatch:
 def annotate_batch(
     job: Job, watch: PipelineWatch, batch: PackedBatch, step: int
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """[T] scores `old_log_prob`, and `ref` and `values` where the algorithm needs them, on every rank; and metrics."""
+    """[T] scores `old_log_prob`, and `ref`, `values`, `cost_values` where the algorithm needs them, on every rank; and
+    metrics."""
     bring_weights(job.offloads)
     temperature = job.config.rollout.temperature
     passes = [logprob_pass("old_log_prob", job.actor, temperature)]
     if "ref" in job.topologies:
         passes.append(logprob_pass("ref", job.ref, temperature))
-    if "critic" in job.topologies:
-        passes.append(value_pass("values", job.critic))
+    names = {"critic": "values", "cost_critic": "cost_values"}
+    passes += [value_pass(names[name], critic) for name, critic in job.critics.items()]
     scores, runs = annotate(passes, batch, watch.profile)
     return scores, watch.follow(runs, "annotate", step)
 
@@ -115,21 +118,24 @@ def learn(
     updates: dict[str, int],
     timer: PhaseTimer,
 ) -> tuple[dict[str, UpdateResult], dict[str, float]]:
-    """Trains the critic, and after its warm-up the actor; every rank of the job gets their statistics.
+    """Trains the critics, and after their warm-up the actor; every rank of the job gets their statistics.
 
     Args:
         updates: optimizer steps taken so far, by role; counted on.
     """
-    names = [name for name in ("critic", "actor") if name in job.topologies]
-    if step <= job.config.critic.warmup_steps:
+    critics = critic_roles(job.config)
+    names = [*critics, "actor"]
+    if step <= max((settings.warmup_steps for settings in critics.values()), default=0):
         names.remove("actor")
-    together = len(names) == 2 and can_update_together(job.config, job.topologies)
+    together = {"actor", "critic"} <= set(names) and can_update_together(job.config, job.topologies)
+    groups = [[name] for name in names if not (together and name in ("actor", "critic"))]
     results: dict[str, UpdateResult] = {}
     runs: list[PipelineRun] = []
-    for group in [["actor", "critic"]] if together else [[name] for name in names]:
+    for group in [*groups, ["actor", "critic"]] if together else groups:
         with timer.phase("update_" + "_".join(group)):
             results |= _update(job, watch, group, batch, judged, step, updates, runs)
-    metrics = share_time(runs[0]) if together and runs else {}
+    fused = [run for run in runs if len(run.work) > 1]
+    metrics = share_time(fused[0]) if fused else {}
     return results, metrics | watch.follow(runs, "update", step)
 
 
@@ -156,8 +162,7 @@ def _update(
     config = job.config
     tasks: list[Task] = []
     for name in names:
-        settings = config.critic if name == "critic" else config.actor
-        role = job.critic if name == "critic" else job.actor
+        settings, role = job.settings(name), job.role(name)
         assert settings.ppo_mini_batch_size is not None and settings.ppo_epochs is not None
         mini_batches = plan_mini_batches(
             batch.num_sequences,
@@ -169,8 +174,9 @@ def _update(
             step,
         )
         if role is not None:
-            objective = build_objective(job, role, judged)
-            tasks.append(Task(role, mini_batches, objective, settings.loss_agg_mode.value, updates[name]))
+            objective, mode = build_objective(job, role, batch, judged), settings.loss_agg_mode.value
+            horizon = config.data.max_response_length
+            tasks.append(Task(role, mini_batches, objective, mode, updates[name], horizon))
         updates[name] += len(mini_batches)
     done: dict[str, UpdateResult] = {}
     offloads = [job.offloads[task.role.name] for task in tasks if task.role.name in job.offloads]
@@ -189,8 +195,15 @@ def _update(
     return box[0]
 
 
-def build_objective(job: Job, role: Role, judged: Judged) -> Objective:
-    if role is job.critic:
-        return build_critic_objective(role, job.config.critic, judged.scores)
-    temperature, fused = job.config.rollout.temperature, job.config.algorithm.fused_logprob
-    return build_actor_objective(role, job.config.actor, temperature, judged.scores, fused)
+def build_objective(job: Job, role: Role, batch: PackedBatch, judged: Judged) -> Objective:
+    """What `role` learns from this batch."""
+    config, scores = job.config, judged.scores
+    if role is job.actor:
+        temperature, fused = config.rollout.temperature, config.algorithm.fused_logprob
+        return build_actor_objective(role, config.actor, temperature, batch, scores, job.data.policy_loss, fused)
+    values, returns = {
+        "critic": (scores.values, scores.returns),
+        "cost_critic": (scores.cost_values, scores.cost_returns),
+    }[role.name]
+    assert values is not None and returns is not None, f"the advantage left the {role.name} nothing to learn"
+    return build_critic_objective(role, critic_roles(config)[role.name], values, returns)

@@ -25,7 +25,8 @@ from torch import Tensor
 from megarl import device
 from megarl.algo.objective import policy_objective, value_objective
 from megarl.config.load import load_config, resolve_config
-from megarl.config.schema import AdvEstimator, Config
+from megarl.config.needs import score_needs
+from megarl.config.schema import Config
 from megarl.launch.failure import run_rank
 from megarl.launch.local import resolve_world
 from megarl.models.build import BuildOptions
@@ -127,7 +128,7 @@ def run_split(
         The outcome, and the old log-probs.
     """
     world_size = dist.get_world_size()
-    names = ["actor", "critic"] if config.algorithm.adv_estimator is AdvEstimator.gae else ["actor"]
+    names = ["actor", "critic"] if "values" in score_needs(config) else ["actor"]
     roles: dict[str, Role | None] = {}
     topologies: dict[str, Topology] = {}
     for name in names:
@@ -226,7 +227,7 @@ def run_parity(config: Config, tolerance: float) -> bool:
 
     _, spec = read_model_spec(_model_path(config, "actor"))
     batch = build_parity_batch(config, spec.vocab_size)
-    has_critic = config.algorithm.adv_estimator is AdvEstimator.gae
+    has_critic = "values" in score_needs(config)
     budget = int(batch.lengths.max())
     splits = list_splits(dist.get_world_size(), spec.num_kv_heads, spec.num_heads, spec.num_layers, budget, has_critic)
     cache = GroupCache(config.trainer.timeout_s)

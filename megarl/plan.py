@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl import device
+from megarl.config.needs import count_together, critic_roles
 from megarl.config.schema import ActorConfig, Config, CriticConfig, Engine, RefConfig, ScoringModelConfig
 from megarl.job import count_updates, plan_topologies
 from megarl.models.layout import Family, ModelSpec, plan_rank
@@ -75,14 +76,14 @@ def print_plan(config: Config, world_size: int, console: Console) -> None:
             table.add_row(role, str(plan.rank), plan.place, layers, f"{plan.num_parameters:,}", gib)
         table.add_section()
     console.print(table)
-    answers = config.data.train_batch_size * config.rollout.n
+    answers = config.data.train_batch_size * config.rollout.n * count_together(config)
     longest = answers * (config.data.max_prompt_length + config.data.max_response_length)
     batch = Table(title="one step", title_justify="left")
     for name in ("role", "optimizer steps", "answers each", "micro-batches each, at most"):
         batch.add_column(name, justify="left" if name == "role" else "right")
-    for role in ("actor", "critic"):
+    trained: dict[str, ActorConfig | CriticConfig] = {"actor": config.actor, **critic_roles(config)}
+    for role, settings in trained.items():
         if role in topologies:
-            settings = config.critic if role == "critic" else config.actor
             updates = count_updates(config, role) // (settings.ppo_epochs or 1)
             dp_size = topologies[role].dp_size
             micro_batches = -(-longest // (updates * dp_size * settings.ppo_max_token_len))
@@ -91,10 +92,9 @@ def print_plan(config: Config, world_size: int, console: Console) -> None:
             total = updates * (settings.ppo_epochs or 1)
             batch.add_row(role, str(total), str(answers // updates), f"{micro_batches} a data-parallel rank")
     console.print(batch)
-    engine = "the trainer's own model" if config.rollout.name is Engine.naive else "vLLM"
-    console.print(
-        f"{config.data.train_batch_size} prompts × {config.rollout.n} answers a step from {engine}; "
-        f"{device.describe()}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    if config.preference is not None:
+        told = f"{config.data.train_batch_size} examples a step, preference.loss={config.preference.loss}"
+    else:
+        engine = "the trainer's own model" if config.rollout.name is Engine.naive else "vLLM"
+        told = f"{config.data.train_batch_size} prompts × {config.rollout.n} answers a step from {engine}"
+    console.print(f"{told}; {device.describe()}", highlight=False, soft_wrap=True)

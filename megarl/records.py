@@ -43,7 +43,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn: `temperature=0` is greedy; `stop_token_ids` end an answer and belong to it."""
+    """How answers are drawn: `temperature=0` is greedy; `stop_token_ids` end an answer and belong to it.
+
+    `with_greedy`: beside the `n` answers one greedy answer to each prompt, as its last sample (number `n`).
+    """
 
     n: int
     temperature: float
@@ -52,6 +55,16 @@ class Sampling:
     seed: int
     top_p: float = 1.0
     top_k: int = -1
+    with_greedy: bool = False
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to each prompt, the greedy one included."""
+        return self.n + self.with_greedy
+
+    def temperature_of(self, sample: int) -> float:
+        """The temperature that this sample of a prompt is drawn at."""
+        return self.temperature if sample < self.n else 0.0
 
 
 @dataclass(frozen=True)
@@ -170,7 +183,9 @@ class Scores:
     `response_mask` is False.
 
     `old_logprobs`: the actor before the update. `ref_logprobs`: the reference. `values`: the critic before the update.
-    `rewards`: token-level, KL penalty included. `advantages`, `returns`: what the losses use.
+    `cost_values`: the cost critic. `rewards`: token-level, KL penalty included. `advantages`, `returns`,
+    `cost_returns`: what the losses use. `importance`: what a token's policy loss counts, for the gap between sampler
+    and trainer.
     """
 
     old_logprobs: Tensor | None = None
@@ -179,6 +194,9 @@ class Scores:
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    cost_values: Tensor | None = None
+    cost_returns: Tensor | None = None
+    importance: Tensor | None = None
 
 
 def pack_rollouts(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> PackedBatch:

@@ -14,15 +14,17 @@ import torch.distributed as dist
 
 from megarl import device
 from megarl.config.load import dump_config
-from megarl.config.schema import Config
-from megarl.job import Job, uses_critic
+from megarl.config.schema import ActorConfig, Config, CriticConfig
+from megarl.job import Job
 from megarl.models.layout import HeadKind
 from megarl.obs.dump import write_rollouts
 from megarl.obs.metrics import MetricsLogger, PhaseTimer
 from megarl.obs.report import Accuracy, PhaseCost, SampleAnswer, print_samples, print_summary
+from megarl.parallel.topology import Topology
 from megarl.records import PackedBatch, Prompt, Rollout
 from megarl.reward.score import Rewards
-from megarl.trainer.ppo import Judged, describe
+from megarl.trainer.judge import Judged, describe
+from megarl.trainer.roles import Role
 from megarl.validation import Validation
 from megarl.weights.gather import gather_hf_tensors
 from megarl.weights.hf_export import BackgroundExport
@@ -193,9 +195,11 @@ class RunReport:
         for offload in job.offloads.values():
             offload.return_params()
         folder = self.run_dir / "hf" / f"step_{step}"
-        export_role(job, "actor", "policy", folder / "actor", self._export)
-        if is_last and uses_critic(self._config):
-            export_role(job, "critic", "value", folder / "critic", self._export)
+        heads: dict[str, HeadKind] = {"actor": "policy"}
+        if is_last:
+            heads |= dict.fromkeys(job.critics, "value")
+        for name, head in heads.items():
+            export_role(job.role(name), job.topologies[name], job.settings(name), head, folder / name, self._export)
 
     def wait_for_export(self) -> None:
         """Returns when nothing is being written any more."""
@@ -236,17 +240,26 @@ class RunReport:
             plot_run(self.run_dir / "metrics.jsonl", self.run_dir / "progress.png", title)
 
 
-def export_role(job: Job, name: str, head: HeadKind, out: Path, export: BackgroundExport) -> None:
-    """Hands one role to `export` on rank 0, to be written as a Hugging Face folder; a collective of the world."""
+def export_role(
+    role: Role | None,
+    topology: Topology,
+    settings: ActorConfig | CriticConfig,
+    head: HeadKind,
+    out: Path,
+    export: BackgroundExport,
+) -> None:
+    """Hands one role to `export` on rank 0, to be written as a Hugging Face folder; a collective of the world.
+
+    Args:
+        role: None on ranks outside `topology`.
+    """
     from megarl.models.registry import read_model_spec
 
-    settings = job.config.critic if name == "critic" else job.config.actor
-    role = job.critic if name == "critic" else job.actor
     assert settings.model_path is not None
     family, spec = read_model_spec(settings.model_path)
     dtype = device.pick_dtype(settings.dtype.value)
     weights = None if role is None else role.weights()
-    tensors = gather_hf_tensors(family, spec, job.topologies[name], weights, dtype, device.device(), head)
+    tensors = gather_hf_tensors(family, spec, topology, weights, dtype, device.device(), head)
     if dist.get_rank() == 0:
         export.run(tensors, out, settings.model_path, dtype)
     else:
@@ -266,9 +279,4 @@ def describe_batch(batch: PackedBatch, judged: Judged, rewards: Rewards) -> dict
     metrics["response_length/clip_ratio"] = float((~batch.is_finished).double().mean())
     metrics["reward/failed_share"] = float(rewards.is_failed_mask.double().mean())
     metrics |= {f"reward/{name}": value for name, value in rewards.metrics.items()}
-    old = judged.scores.old_logprobs
-    if old is not None and bool(mask.any()):
-        gap = (old - batch.rollout_logprobs)[mask].abs().double()
-        metrics["rollout/logprob_gap"] = float(gap.mean())
-        metrics["rollout/logprob_gap_max"] = float(gap.max())
     return metrics

@@ -39,7 +39,7 @@ def read_options(config: Config, name: str) -> OffloadOptions:
     """What the configuration says for a role."""
     if name == "ref":
         return OffloadOptions(params=config.ref.offload_params)
-    asked = config.critic.offload if name == "critic" else config.actor.offload
+    asked = getattr(config, name).offload
     return OffloadOptions(params=asked.params, grads=asked.grads, optimizer=asked.optimizer)
 
 

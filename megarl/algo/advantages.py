@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.algo.groups import summarise_groups
 from megarl.algo.segments import count_policy_tokens, last_policy_token, policy_token_before, sequence_of_token
 
 _BLOCK_TOKENS = 64  # tokens that one row of the scan's matrix product covers
@@ -112,33 +113,13 @@ def compute_group_advantages(
         flat_share: the share of scored groups that teach nothing because all their scores are equal.
         num_skipped: groups in which every answer failed.
     """
-    ids, member = group.unique(return_inverse=True)
-    num_groups = ids.numel()
-    scored = ~failed
-
-    def per_group(x: Tensor) -> Tensor:
-        return x.new_zeros(num_groups).index_add(0, member, x)
-
-    def extreme(reduce: str, neutral: float) -> Tensor:
-        start = torch.full((num_groups,), neutral, dtype=torch.float64, device=scores.device)
-        return start.scatter_reduce(0, member, torch.where(scored, scores.double(), neutral), reduce)
-
-    count = per_group(scored.double())
-    score = torch.where(scored, scores.double(), 0.0)
-    mean = per_group(score) / count.clamp(min=1)
-    centred = torch.where(scored, score - mean[member], 0.0)
-    # an all-failed group is not flat: -inf against inf
-    is_flat = extreme("amax", -torch.inf) == extreme("amin", torch.inf)
-    advantage = centred
+    groups = summarise_groups(scores, group, failed)
+    advantage = torch.where(failed, 0.0, scores.double() - groups.mean[groups.member])
     if divide_by_std:
-        std = (per_group(centred.square()) / (count - 1).clamp(min=1)).sqrt()
-        advantage = centred / (std[member] + _GROUP_EPS)
-    advantage = torch.where(is_flat[member], 0.0, advantage)
-
-    num_scored = int((count > 0).sum())
-    flat_share = int(is_flat.sum()) / num_scored if num_scored else 0.0
+        advantage = advantage / (groups.std[groups.member] + _GROUP_EPS)
+    advantage = torch.where(groups.is_flat[groups.member], 0.0, advantage)
     per_token = advantage[sequence_of_token(cu_seqlens, mask.numel())]
-    return torch.where(mask, per_token, 0.0).float(), flat_share, num_groups - num_scored
+    return torch.where(mask, per_token, 0.0).float(), groups.flat_share, groups.num_skipped
 
 
 @torch.no_grad()

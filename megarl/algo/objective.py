@@ -7,11 +7,13 @@ tokens; whatever lies outside `mask` reaches neither value nor gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from megarl.algo.kl import KLKind, compute_kl
-from megarl.algo.losses import policy_log_ratio, ppo_policy_loss, value_loss
+from megarl.algo.losses import LossInputs, TokenLosses, clip_loss, policy_log_ratio, value_loss
 
 
 def policy_objective(
@@ -30,8 +32,12 @@ def policy_objective(
     kl_loss_coef: float = 0.0,
     kl_loss_type: KLKind = "k3",
     metric_weights: Tensor | None = None,
+    policy_loss: Callable[[LossInputs], TokenLosses] = clip_loss,
+    importance: Tensor | None = None,
+    sequence: Tensor | None = None,
+    num_sequences: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The actor's loss: sum(weights * (policy loss - entropy_coeff * entropy + kl_loss_coef * kl)).
+    """The actor's loss: sum(weights * (importance * policy loss - entropy_coeff * entropy + kl_loss_coef * kl)).
 
     Args:
         logprobs: [T] float, with gradient.
@@ -39,12 +45,14 @@ def policy_objective(
         old_logprobs, advantages: [T] float.
         weights: [T] fp32.
         mask: [T] bool.
-        clip_low, clip_high, clip_c: see `ppo_policy_loss`.
+        clip_low, clip_high, clip_c, sequence, num_sequences: see `LossInputs`.
         entropy_coeff: weight of the entropy bonus.
         ref_logprobs: [T] float; given = the KL to the reference is reported and weighs `kl_loss_coef` in the loss.
         kl_loss_type: the estimator, see `compute_kl`.
         metric_weights: [T] fp32, token-mean weights for `actor/ppo_kl` and the clip fractions; None = `weights`.
             Needed where `weights` do not sum to 1 (seq-mean-token-sum).
+        policy_loss: one of `losses.py`, or a user's.
+        importance: [T] fp32, how much each token's policy loss counts beside its weight (`mismatch.py`); None = 1.
 
     Returns:
         loss: scalar fp32; 0, with a zero gradient, when nothing is policy.
@@ -57,13 +65,15 @@ def policy_objective(
     weights = _clean(weights, mask)
     shares = weights if metric_weights is None else _clean(metric_weights, mask)
 
-    token_loss, clipped, dual_clipped = ppo_policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high, clip_c)
+    inputs = LossInputs(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, clip_c, sequence, num_sequences)
+    losses = policy_loss(inputs)
+    token_loss = losses.loss if importance is None else losses.loss * _clean(importance, mask)
     loss = (weights * token_loss).sum()
     stats = {
         "actor/pg_loss": loss,
         "actor/ppo_kl": -(shares * policy_log_ratio(logprobs, old_logprobs)).sum(),
-        "actor/pg_clipfrac": (shares * clipped).sum(),
-        "actor/pg_clipfrac_lower": (shares * dual_clipped).sum(),
+        "actor/pg_clipfrac": (shares * losses.clipped).sum(),
+        "actor/pg_clipfrac_lower": (shares * losses.dual_clipped).sum(),
     }
     if entropy is not None:
         stats["actor/entropy"] = (weights * _clean(entropy, mask)).sum()

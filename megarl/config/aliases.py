@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.schema import AdvEstimator, Choice, DType, KLEstimator, ResumeMode
+from megarl.config.choices import AdvEstimator, Choice, DType, KLEstimator, PolicyLoss, ResumeMode
 
 SAYS_NOTHING = object()
 """What a conversion returns when the value leaves the option to others."""
@@ -39,7 +39,7 @@ def _filter_or_nothing(value: Any) -> Any:
     return "filter" if read_flag(value) else SAYS_NOTHING
 
 
-def _greedy_or_nothing(value: Any) -> Any:
+def _zero_or_nothing(value: Any) -> Any:
     return SAYS_NOTHING if read_flag(value) else 0
 
 
@@ -78,6 +78,7 @@ ROWS: tuple[Alias, ...] = (
     Alias(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", "actor.ppo_micro_batch_size"),
     Alias(f"{_ACTOR}.ppo_max_token_len_per_gpu", "actor.ppo_max_token_len"),
     Alias(f"{_ACTOR}.grad_clip", "actor.optim.clip_grad"),
+    Alias(f"{_ACTOR}.policy_loss.loss_mode", "algorithm.policy_loss"),
     Alias(f"{_ACTOR}.megatron.tensor_model_parallel_size", "parallel.actor.tp"),
     Alias(f"{_ACTOR}.megatron.pipeline_model_parallel_size", "parallel.actor.pp"),
     *_offload_rows(_ACTOR, "actor"),
@@ -92,7 +93,7 @@ ROWS: tuple[Alias, ...] = (
     Alias(f"{_REF}.*", "ref.*"),
     # rollout
     Alias(f"{_ROLLOUT}.tensor_model_parallel_size", "parallel.rollout.tp"),
-    Alias(f"{_ROLLOUT}.val_kwargs.do_sample", "rollout.val.n", _greedy_or_nothing, f"{_ROLLOUT}.val_kwargs.n"),
+    Alias(f"{_ROLLOUT}.val_kwargs.do_sample", "rollout.val.n", _zero_or_nothing, f"{_ROLLOUT}.val_kwargs.n"),
     Alias(f"{_ROLLOUT}.val_kwargs.*", "rollout.val.*"),
     Alias(f"{_ROLLOUT}.prompt_length", "data.max_prompt_length"),
     Alias(f"{_ROLLOUT}.response_length", "data.max_response_length"),
@@ -111,6 +112,14 @@ ROWS: tuple[Alias, ...] = (
     Alias("reward_model.model.path", "reward_model.model_path"),
     Alias("reward_model.megatron.tensor_model_parallel_size", "parallel.reward_model.tp"),
     Alias("reward_model.megatron.pipeline_model_parallel_size", "parallel.reward_model.pp"),
+    Alias("reward_model.overlong_buffer.len", "algorithm.overlong_buffer_len"),
+    Alias("reward_model.overlong_buffer.penalty_factor", "algorithm.overlong_penalty"),
+    Alias(
+        "reward_model.overlong_buffer.enable",
+        "algorithm.overlong_buffer_len",
+        _zero_or_nothing,
+        overrules="reward_model.overlong_buffer.len",
+    ),
     Alias("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std"),
     Alias("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"),
     Alias("trainer.max_critic_ckpt_to_keep", "trainer.max_ckpt_to_keep"),
@@ -129,6 +138,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "actor_rollout_ref.model.use_remove_padding": (True, "sequences are always packed"),
     "critic.model.use_remove_padding": (True, "sequences are always packed"),
     "actor_rollout_ref.hybrid_engine": (True, "all roles live in one set of processes"),
+    "algorithm.filter_groups.metric": ("score", "groups are compared by their scores"),
     "algorithm.use_pf_ppo": (False, "it does not exist here"),
     f"{_ACTOR}.megatron.context_parallel_size": (1, "context parallelism does not exist here yet"),
     f"{_ACTOR}.megatron.expert_model_parallel_size": (1, "expert parallelism does not exist here yet"),
@@ -167,7 +177,8 @@ SYNONYMS: dict[type[Choice], dict[str, Choice]] = {
     DType: {"bfloat16": DType.bf16, "float32": DType.fp32},
     KLEstimator: {"kl": KLEstimator.k1, "mse": KLEstimator.k2, "low_var_kl": KLEstimator.k3},
     ResumeMode: {"resume_path": ResumeMode.path},
-    AdvEstimator: {"AdvantageEstimator.GAE": AdvEstimator.gae, "AdvantageEstimator.GRPO": AdvEstimator.grpo},
+    AdvEstimator: {f"AdvantageEstimator.{estimator.name.upper()}": estimator for estimator in AdvEstimator},
+    PolicyLoss: {"vanilla": PolicyLoss.clip, "gpg": PolicyLoss.pg, "geo_mean": PolicyLoss.gmpo},
 }
 
 

@@ -1,6 +1,6 @@
 """From defaults, a YAML file and `key=value` words to a `Config`. The only file that knows OmegaConf.
 
-    defaults (schema.py)  <  YAML file  <  command line
+    defaults (schema.py)  <  what algorithm.name sets  <  YAML file  <  command line
         each layer:  flatten to {dotted key: value}  ->  aliases to our keys  ->  check each value against its type
 
 Every mistake of every layer is collected; one `ConfigError` lists them all. `${other.key}` and `${oc.env:NAME}` work
@@ -25,8 +25,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megarl.algo.algorithms import ALGORITHMS
 from megarl.config import aliases
-from megarl.config.schema import Choice, Config
+from megarl.config.choices import Choice
+from megarl.config.schema import Config
 from megarl.config.sources import list_costs, list_rewards, pick_engine
 
 log = logging.getLogger(__name__)
@@ -106,7 +108,7 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
     settings += _to_own_keys(_read_words(overrides, problems), "command line", problems)
 
     merged = OmegaConf.structured(Config)
-    for setting in settings:
+    for setting in [*_read_algorithm(settings), *settings]:
         _assign(merged, setting, problems)
     if problems:
         raise ConfigError(problems)
@@ -116,6 +118,15 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError([f"{error.full_key}: {_first_line(error)}"]) from error
     assert isinstance(config, Config)
     return config
+
+
+def _read_algorithm(settings: Sequence[Setting]) -> list[Setting]:
+    """What `algorithm.name` stands for, to be laid under everything that the user wrote."""
+    names = [str(setting.value) for setting in settings if setting.key == "algorithm.name"]
+    if not names or names[-1] not in ALGORITHMS:
+        return []
+    where = f"algorithm.name={names[-1]}"
+    return [Setting(key, key, value, where) for key, value in ALGORITHMS[names[-1]].settings().items()]
 
 
 def resolve_config(config: Config) -> Config:
@@ -136,6 +147,12 @@ def resolve_config(config: Config) -> Config:
         ppo_mini_batch_size=_or(config.critic.ppo_mini_batch_size, actor.ppo_mini_batch_size),
     )
     reward_model, cost_model = pick_engine(config.reward_model), pick_engine(config.cost_model)
+    cost_critic = put(
+        config.cost_critic,
+        model_path=_or(config.cost_critic.model_path, actor.model_path),
+        ppo_epochs=_or(config.cost_critic.ppo_epochs, actor.ppo_epochs),
+        ppo_mini_batch_size=_or(config.cost_critic.ppo_mini_batch_size, actor.ppo_mini_batch_size),
+    )
     shares_actor_grid = config.parallel.ref is None
     ref = put(
         config.ref,
@@ -148,6 +165,7 @@ def resolve_config(config: Config) -> Config:
         data=put(data, seed=_or(data.seed, trainer.seed)),
         actor=actor,
         critic=critic,
+        cost_critic=cost_critic,
         ref=ref,
         reward=list_rewards(config, reward_model),
         reward_model=reward_model,

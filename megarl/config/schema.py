@@ -7,113 +7,31 @@ cannot say. The names that users of verl type are aliases of these (see `load.py
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
-
-class Choice(str, Enum):
-    """A closed set of values: the configuration refuses every other and names these."""
-
-    def __str__(self) -> str:
-        return self.value
-
-
-class DType(Choice):
-    auto = "auto"  # bf16 where the machine computes it fast, else fp32; the choice is printed
-    bf16 = "bf16"
-    fp32 = "fp32"
-
-
-class Overlong(Choice):
-    error = "error"
-    filter = "filter"
-    left = "left"
-    right = "right"
-
-
-class Engine(Choice):
-    vllm = "vllm"
-    naive = "naive"
-
-
-class AdvEstimator(Choice):
-    gae = "gae"
-    grpo = "grpo"
-
-
-class KLEstimator(Choice):
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-
-
-class KLController(Choice):
-    fixed = "fixed"
-    adaptive = "adaptive"
-
-
-class LossAggMode(Choice):
-    token_mean = "token-mean"
-    seq_mean_token_mean = "seq-mean-token-mean"
-    seq_mean_token_sum = "seq-mean-token-sum"
-
-
-class Decay(Choice):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
-class RemoteStyle(Choice):
-    json = "json"
-    score = "score"
-    rerank = "rerank"
-    classify = "classify"
-    pooling = "pooling"
-
-
-class ModelEngine(Choice):
-    megatron = "megatron"  # a role on its own grid of ranks, reads the tokens of prompt and answer
-    transformers = "transformers"  # held by rank 0, reads text
-
-
-class ModelDevice(Choice):
-    auto = "auto"
-    cpu = "cpu"
-
-
-class Recompute(Choice):
-    none = "none"
-    selective = "selective"
-    full = "full"
-
-
-class VerifySync(Choice):
-    first = "first"
-    always = "always"
-    never = "never"
-
-
-class GridOrder(Choice):
-    """Which axis of a grid runs fastest over its ranks."""
-
-    auto = "auto"  # the actor's: the one of the two that moves fewer weights into the engines; else as Megatron
-    tp_dp_pp = "tp-dp-pp"
-    dp_tp_pp = "dp-tp-pp"
-
-
-class PipelineSchedule(Choice):
-    auto = "auto"  # the fastest by simulation with measured costs, within the memory bound
-    one_f_one_b = "1f1b"
-    interleaved = "interleaved"
-    zero_bubble = "zero_bubble"
-    fused = "fused"  # actor and critic in one schedule, in opposite directions
-
-
-class ResumeMode(Choice):
-    auto = "auto"
-    disable = "disable"
-    path = "path"
+from megarl.config.choices import (
+    AdvEstimator,
+    AlgorithmName,
+    CorrectionBound,
+    CorrectionLevel,
+    Decay,
+    DType,
+    Engine,
+    GridOrder,
+    KLController,
+    KLEstimator,
+    LossAggMode,
+    ModelDevice,
+    ModelEngine,
+    Overlong,
+    PipelineSchedule,
+    PolicyLoss,
+    PreferenceLoss,
+    Recompute,
+    RemoteStyle,
+    ResumeMode,
+    VerifySync,
+)
 
 
 @dataclass
@@ -302,16 +220,76 @@ class KLControlConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    """Dynamic sampling: prompts whose answers all score the same are replaced by others."""
+
+    enable: bool = False
+    max_num_gen_batches: int = 10  # batches drawn for one step at most; then it goes on with fewer prompts
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """Weights on the policy loss for the gap between the engine's policy and the trainer's, which is always logged."""
+
+    level: CorrectionLevel = CorrectionLevel.none
+    bound: CorrectionBound = CorrectionBound.truncate
+    lower: float = 0.0
+    upper: float = 2.0
+
+
+@dataclass
+class LagrangeConfig:
+    """The multiplier between reward and cost (gae_lagrangian)."""
+
+    cost_limit: float = 0.0  # what the mean cost of the answers may be
+    init: float = 1.0
+    lr: float = 0.1
+    min: float = 0.01
+    max: float = 10.0
+    delay_steps: int = 0  # steps before the multiplier moves for the first time
+
+
+@dataclass
 class AlgorithmConfig:
+    name: AlgorithmName | None = None  # sets the options below (and some of the actor's) unless you write them yourself
     adv_estimator: AdvEstimator = AdvEstimator.gae
+    advantage: str | None = None  # path/to/file.py:function, instead of adv_estimator
+    advantage_needs: list[str] = field(default_factory=list)  # what that function needs: values, siblings, greedy
+    policy_loss: PolicyLoss = PolicyLoss.clip
+    loss: str | None = None  # path/to/file.py:function, instead of policy_loss
     gamma: float = 1.0
     lam: float = 1.0
+    lam_critic: float | None = None  # the critic's targets with another decay; unset = lam
+    lam_alpha: float = 0.0  # length-adaptive decay of the policy's advantages, 1 - 1/(lam_alpha · length); 0 = lam
     whiten_advantages: bool = True
     norm_adv_by_std: bool = True  # grpo: divide by the group's standard deviation
     use_kl_in_reward: bool = False
     kl_penalty: KLEstimator = KLEstimator.k1
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    overlong_buffer_len: int = 0  # answers in the last so many tokens below the limit lose score; 0 = off
+    overlong_penalty: float = 1.0  # what an answer at the limit loses
+    mask_truncated: bool = False  # answers cut at the limit do not count in the loss
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    lagrange: LagrangeConfig = field(default_factory=LagrangeConfig)
     fused_logprob: bool = True  # the head's logits exist for a chunk of tokens at a time; false = for a micro-batch
+
+
+@dataclass
+class PreferenceConfig:
+    """Training on answers that somebody preferred, or on answers labelled good or bad, instead of on rewards."""
+
+    loss: PreferenceLoss = PreferenceLoss.dpo
+    beta: float = 0.1  # how much a step away from the reference counts; simpo: the scale of the margin
+    label_smoothing: float = 0.0  # dpo, simpo: the share of labels that are wrong (cDPO)
+    simpo_gamma: float = 0.5  # simpo: the margin that is asked for
+    desirable_weight: float = 1.0  # kto
+    undesirable_weight: float = 1.0  # kto
+    center_coeff: float = 0.0  # reward_model: keeps the scores around 0
+    chosen_key: str = "chosen"  # columns of a pair: text, or chat messages that end with the answer
+    rejected_key: str = "rejected"
+    completion_key: str = "completion"  # columns of a labelled answer (kto)
+    label_key: str = "label"
 
 
 @dataclass
@@ -375,6 +353,7 @@ class GridConfig:
 class ParallelConfig:
     actor: GridConfig = field(default_factory=GridConfig)
     critic: GridConfig = field(default_factory=GridConfig)
+    cost_critic: GridConfig = field(default_factory=GridConfig)
     ref: GridConfig | None = None  # unset = as the actor
     reward_model: GridConfig = field(default_factory=GridConfig)
     cost_model: GridConfig = field(default_factory=GridConfig)
@@ -386,6 +365,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    cost_critic: CriticConfig = field(default_factory=CriticConfig)  # the costs' own critic
     ref: RefConfig = field(default_factory=RefConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -393,6 +373,7 @@ class Config:
     cost: RewardConfig | None = None  # where the cost of an answer comes from, in the same terms as its reward
     cost_model: ScoringModelConfig = field(default_factory=ScoringModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    preference: PreferenceConfig | None = None  # given = train on preferences, see PreferenceConfig
     ops: OpsConfig = field(default_factory=OpsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.config.check_algorithm import check_algorithm, check_preference
 from megarl.config.load import resolve_config
 from megarl.config.model_facts import ModelFacts, read_model_facts
-from megarl.config.schema import AdvEstimator, Config, Engine, GridConfig, KLController, PipelineSchedule, ResumeMode
-from megarl.config.sources import MODEL_ROLES, check_sources, scoring_roles
+from megarl.config.needs import count_together, model_roles, trained_roles
+from megarl.config.schema import Config, Engine, GridConfig, PipelineSchedule, PreferenceLoss, ResumeMode
+from megarl.config.sources import MODEL_ROLES, check_sources
 from megarl.parallel.topology import Topology, plan_topology
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
@@ -42,8 +44,17 @@ _OPTIM: dict[str, _Rule] = {
     "optim.clip_grad": _AT_LEAST_0,
 }
 
+_CRITIC: dict[str, _Rule] = {
+    "ppo_epochs": _AT_LEAST_1,
+    "ppo_mini_batch_size": _AT_LEAST_1,
+    "ppo_micro_batch_size": _AT_LEAST_1,
+    "cliprange_value": _POSITIVE,
+    "warmup_steps": _AT_LEAST_0,
+}
+
 RANGES: dict[str, _Rule] = {
-    **{f"{role}.{name}": rule for role in ("actor", "critic") for name, rule in _OPTIM.items()},
+    **{f"{role}.{name}": rule for role in ("actor", "critic", "cost_critic") for name, rule in _OPTIM.items()},
+    **{f"{role}.{name}": rule for role in ("critic", "cost_critic") for name, rule in _CRITIC.items()},
     "data.train_batch_size": _AT_LEAST_1,
     "data.val_batch_size": _AT_LEAST_1,
     "data.val_max_samples": _AT_LEAST_1,
@@ -54,16 +65,11 @@ RANGES: dict[str, _Rule] = {
     "actor.ppo_mini_batch_size": _AT_LEAST_1,
     "actor.ppo_micro_batch_size": _AT_LEAST_1,
     "actor.clip_ratio": _INSIDE,
-    "actor.clip_ratio_low": _INSIDE,
+    "actor.clip_ratio_low": _TOP_P,
     "actor.clip_ratio_high": _POSITIVE,
     "actor.clip_ratio_c": ("0 (off) or more than 1", lambda x: x == 0 or x > 1),
     "actor.entropy_coeff": _AT_LEAST_0,
     "actor.kl_loss_coef": _AT_LEAST_0,
-    "critic.ppo_epochs": _AT_LEAST_1,
-    "critic.ppo_mini_batch_size": _AT_LEAST_1,
-    "critic.ppo_micro_batch_size": _AT_LEAST_1,
-    "critic.cliprange_value": _POSITIVE,
-    "critic.warmup_steps": _AT_LEAST_0,
     "rollout.n": _AT_LEAST_1,
     "rollout.gpu_memory_utilization": _TOP_P,
     "rollout.kv_cache_gib": _POSITIVE,
@@ -79,9 +85,22 @@ RANGES: dict[str, _Rule] = {
     "reward.time_limit_s": _POSITIVE,
     "algorithm.gamma": _FRACTION,
     "algorithm.lam": _FRACTION,
+    "algorithm.lam_critic": _FRACTION,
+    "algorithm.lam_alpha": _AT_LEAST_0,
     "algorithm.kl_ctrl.kl_coef": _AT_LEAST_0,
     "pipeline.virtual_stages": ("2 or more", lambda x: x >= 2),
     "pipeline.max_live_micro_batches": _AT_LEAST_1,
+    "algorithm.overlong_buffer_len": _AT_LEAST_0,
+    "algorithm.overlong_penalty": _AT_LEAST_0,
+    "algorithm.filter_groups.max_num_gen_batches": _AT_LEAST_1,
+    "algorithm.lagrange.lr": _AT_LEAST_0,
+    "algorithm.lagrange.delay_steps": _AT_LEAST_0,
+    "preference.beta": _POSITIVE,
+    "preference.label_smoothing": ("0 or more and less than 0.5", lambda x: 0 <= x < 0.5),
+    "preference.simpo_gamma": _AT_LEAST_0,
+    "preference.desirable_weight": _AT_LEAST_0,
+    "preference.undesirable_weight": _AT_LEAST_0,
+    "preference.center_coeff": _AT_LEAST_0,
     "trainer.total_epochs": _AT_LEAST_1,
     "trainer.total_training_steps": _AT_LEAST_1,
     "trainer.n_gpus_per_node": _AT_LEAST_1,
@@ -114,9 +133,12 @@ def find_problems(config: Config, world_size: int, model: ModelFacts | None = No
     models = _read_models(config, model, problems)
     grids = _plan_grids(config, world_size, problems)
     problems += _check_files(config)
-    problems += check_sources(written, config)
-    problems += _check_sampling(config)
-    problems += _check_algorithm(config)
+    if config.preference is None:
+        problems += check_sources(written, config)
+        problems += _check_sampling(config)
+        problems += check_algorithm(config)
+    else:
+        problems += check_preference(config)
     problems += _check_pipeline(config, grids)
     if all(_get(config, key) is None or _get(config, key) >= 1 for key in _SIZES):
         problems += _check_batches(config, {role: grid.dp_size for role, grid in grids.items()})
@@ -128,22 +150,6 @@ def find_problems(config: Config, world_size: int, model: ModelFacts | None = No
     return problems
 
 
-def trained_roles(config: Config) -> tuple[str, ...]:
-    """Roles with an optimizer."""
-    return ("actor", "critic") if config.algorithm.adv_estimator is AdvEstimator.gae else ("actor",)
-
-
-def needs_reference(config: Config) -> bool:
-    """Whether a KL term asks for the reference's log-probabilities."""
-    return config.algorithm.use_kl_in_reward or config.actor.use_kl_loss
-
-
-def model_roles(config: Config) -> tuple[str, ...]:
-    """Roles that are Megatron models."""
-    ref = ("ref",) if needs_reference(config) else ()
-    return (*trained_roles(config), *ref, *scoring_roles(config))
-
-
 def _get(config: object, key: str) -> Any:
     value: Any = config
     for part in key.split("."):
@@ -153,10 +159,12 @@ def _get(config: object, key: str) -> Any:
 
 def _check_ranges(config: Config) -> Iterator[str]:
     for key, (rule, holds) in RANGES.items():
+        if key.startswith("preference.") and config.preference is None:
+            continue
         value = _get(config, key)
         if value is not None and not holds(value):
             yield f"{key}={value} must be {rule}"
-    for role in ("actor", "critic"):
+    for role in ("actor", "critic", "cost_critic"):
         optim = _get(config, role).optim
         if optim.min_lr > optim.lr > 0:
             yield f"{role}.optim.min_lr={optim.min_lr} is above {role}.optim.lr={optim.lr}; lower it"
@@ -201,7 +209,8 @@ def _plan_grids(config: Config, world_size: int, problems: list[str]) -> dict[st
     """The grid of each role that can be built; the others become problems."""
     grids: dict[str, Topology] = {}
     roles = model_roles(config)
-    if config.rollout.name is Engine.vllm:
+    generates = config.preference is None
+    if generates and config.rollout.name is Engine.vllm:
         roles = (*roles, "rollout")
         if config.parallel.rollout.pp != 1:
             problems.append(
@@ -217,12 +226,12 @@ def _plan_grids(config: Config, world_size: int, problems: list[str]) -> dict[st
             problems.append(
                 "rollout.share_weights=true: the engine reads the actor's weights; set actor.offload.params=false"
             )
-    elif config.rollout.free_cache_engine or config.actor.offload.params:
+    elif generates and (config.rollout.free_cache_engine or config.actor.offload.params):
         problems.append(
             "rollout.name=naive answers with the actor's own weights; set rollout.free_cache_engine=false and "
             "actor.offload.params=false"
         )
-    elif config.parallel.rollout not in (GridConfig(), config.parallel.actor):
+    elif generates and config.parallel.rollout not in (GridConfig(), config.parallel.actor):
         problems.append(
             "parallel.rollout is set, but rollout.name=naive generates with the actor's own grid; leave it out"
         )
@@ -285,25 +294,6 @@ def _check_sampling(config: Config) -> Iterator[str]:
             f"rollout.val.temperature={rollout.val.temperature} with rollout.val.n={rollout.val.n}: validation draws "
             f"greedily anyway; set rollout.val.n=0, or a temperature above 0"
         )
-
-
-def _check_algorithm(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.adv_estimator is AdvEstimator.grpo:
-        if config.rollout.n < 2:
-            yield (
-                f"rollout.n={config.rollout.n} with algorithm.adv_estimator=grpo: an answer is compared with its "
-                f"siblings; use rollout.n=2 or more, or adv_estimator=gae"
-            )
-        if config.critic.warmup_steps:
-            yield (
-                f"critic.warmup_steps={config.critic.warmup_steps} with algorithm.adv_estimator=grpo, which has no "
-                f"critic; use 0, or adv_estimator=gae"
-            )
-    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type is KLController.adaptive:
-        for name in ("target_kl", "horizon"):
-            if getattr(algorithm.kl_ctrl, name) <= 0:
-                yield f"algorithm.kl_ctrl.{name}={getattr(algorithm.kl_ctrl, name)} must be more than 0"
 
 
 def _check_pipeline(config: Config, grids: dict[str, Topology]) -> Iterator[str]:
@@ -391,10 +381,15 @@ def _check_lengths(config: Config, model: ModelFacts | None) -> Iterator[str]:
                 f"data.max_response_length={response}, which holds all turns and what the environment says"
             )
     spelled = f"data.max_prompt_length={prompt} + data.max_response_length={response} = {longest}"
+    pair = longest * count_together(config)
+    if config.preference is not None and config.preference.loss is PreferenceLoss.reward_model:
+        pair += 2  # the score of a whole sequence is read one token after its end
     for role in model_roles(config):
         budget, least = _get(config, role).ppo_max_token_len, longest + (role in MODEL_ROLES.values())
         if budget < least:  # the score of a whole sequence is read one token after its end
             yield f"{role}.ppo_max_token_len={budget} cannot hold one sequence: {spelled}; use {least} or more"
+        elif budget < pair and role == "actor":
+            yield f"{role}.ppo_max_token_len={budget} cannot hold a pair of answers: 2 × {spelled}; use {pair} or more"
     if model is not None and longest > model.max_position_embeddings:
         yield (
             f"{spelled} tokens, but the model reads at most max_position_embeddings={model.max_position_embeddings}; "

@@ -88,8 +88,10 @@ def run_policy_head(
     temperature: float,
     num_ids: int,
     token_loss: TokenLoss,
+    whole: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Last stage: the loss of the policy tokens and its statistics, with no logit computed twice or kept.
+    """Last stage: the loss of the policy tokens and its statistics, with no logit computed twice or kept; `whole` gives
+    the loss all tokens at once, and computes the logits twice for it.
 
     Where Megatron's DDP gives the head's weight an fp32 `main_grad`, the gradient is added to it right here.
     """
@@ -106,6 +108,7 @@ def run_policy_head(
         rows=micro.head_index,
         sequence_parallel=groups.topology.tp_size > 1,
         main_grad=getattr(weight, "main_grad", None),
+        whole=whole,
     )
 
 

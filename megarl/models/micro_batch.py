@@ -60,11 +60,19 @@ def can_share_prompts() -> bool:
 
 
 def plan_replicas(
-    batch: PackedBatch, rows: Sequence[int], dp_size: int, max_tokens: int, max_sequences: int | None
+    batch: PackedBatch,
+    rows: Sequence[int],
+    dp_size: int,
+    max_tokens: int,
+    max_sequences: int | None,
+    together: int = 1,
 ) -> list[list[list[int]]]:
     """Spreads the sequences `rows` over data-parallel replicas and cuts each share into micro-batches.
 
     Answers to one prompt stay together, so that they can share it, unless a replica would go short of work.
+
+    Args:
+        together: so many neighbours of `rows` always share a micro-batch: 2 for a loss that compares pairs.
 
     Returns:
         For each replica the same number of micro-batches, each a list of rows of `batch`; an empty one is a dummy.
@@ -73,6 +81,12 @@ def plan_replicas(
         ValueError: a sequence is longer than the budget `max_tokens`.
     """
     prefixes, lengths = batch.prefix_lengths.tolist(), batch.lengths.tolist()
+    if together > 1:
+        assert len(rows) % together == 0, f"{len(rows)} sequences are no whole number of groups of {together}"
+        bound = [list(rows[first : first + together]) for first in range(0, len(rows), together)]
+        limit = None if max_sequences is None else max(1, max_sequences // together)
+        plans = plan_dp_micro_batches([sum(lengths[row] for row in unit) for unit in bound], dp_size, max_tokens, limit)
+        return [[[row for unit in part for row in bound[unit]] for part in plan] for plan in plans]
     units: list[list[int]] = [[row] for row in rows]
     costs = [lengths[row] for row in rows]
     if can_share_prompts() and max_sequences is None:

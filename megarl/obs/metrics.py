@@ -30,10 +30,14 @@ SINKS = ("console", "jsonl", "tensorboard", "wandb")
 CONSOLE_FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Actor Loss", ("actor/pg_loss",), ".4f"),
     ("Critic Loss", ("critic/vf_loss",), ".4f"),
+    ("Loss", ("preference/loss",), ".4f"),
+    ("Accuracy", ("preference/accuracy",), ".3f"),
     ("KL", ("actor/reward_kl_penalty", "actor/kl_loss"), ".4f"),
     ("Reward", ("critic/score/mean", "critic/rewards/mean"), ".3f"),
     ("Len", ("response_length/mean",), ".1f"),
     ("tok/s", ("perf/throughput",), ".0f"),
+    ("Held-out loss", ("val/loss",), ".4f"),
+    ("accuracy", ("val/accuracy",), ".3f"),
     ("Held-out greedy", ("val/accuracy_greedy",), ".3f"),
     ("sampled", ("val/accuracy_sampled",), ".3f"),
 )

@@ -1,4 +1,4 @@
-"""One picture of a run: reward, KL to the reference, and held-out accuracy over steps.
+"""One picture of a run: reward, KL to the reference, and held-out accuracy over steps; cost and multiplier with a cost.
 
 In: `metrics.jsonl`. Out: a PNG. A panel without data says so instead of being left out.
 """
@@ -36,9 +36,14 @@ PANELS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
     ),
 )
 
+COST_PANELS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
+    ("Cost", (Curve(("cost/mean",), "mean of the step's answers", "#dc2626"),)),
+    ("Multiplier of the cost", (Curve(("lagrange/multiplier",), "λ", "#0f766e"),)),
+)
+
 
 def plot_run(metrics_jsonl: Path, out_png: Path, title: str = "") -> None:
-    """Draws the three panels; the picture is written beside and renamed.
+    """Draws the panels; the picture is written beside and renamed.
 
     Args:
         metrics_jsonl: as `MetricsLogger` writes it.
@@ -49,9 +54,10 @@ def plot_run(metrics_jsonl: Path, out_png: Path, title: str = "") -> None:
     from matplotlib.figure import Figure
 
     rows = read_metrics(metrics_jsonl)
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    panels = PANELS + (COST_PANELS if any("cost/mean" in row for row in rows) else ())
+    figure = Figure(figsize=(13 * len(panels) / len(PANELS), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (name, curves) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+    for axes, (name, curves) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         _draw_panel(axes, name, curves, rows)
     if title:
         figure.suptitle(title, color=_INK, fontsize=12, x=0.01, ha="left")

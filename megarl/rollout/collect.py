@@ -32,7 +32,7 @@ def generate_everywhere(
         topology: the rollout grid; each of its data-parallel replicas is one engine.
 
     Returns:
-        `len(prompts) * sampling.n` rollouts, the same on every rank; `prompt_index` points into `prompts`.
+        `len(prompts) * sampling.num_answers` rollouts, the same on every rank; `prompt_index` points into `prompts`.
     """
     own: list[Rollout] = []
     rank = dist.get_rank()
@@ -46,9 +46,9 @@ def generate_everywhere(
     shared = zip(share_ragged(numbers), share_ragged(logprobs), strict=True)
     rollouts = [rollout for parts in shared for rollout in _decode(*parts)]
     rollouts.sort(key=lambda rollout: (rollout.prompt_index, rollout.sample))
-    expected = [(i, sample) for i in range(len(prompts)) for sample in range(sampling.n)]
+    expected = [(i, sample) for i in range(len(prompts)) for sample in range(sampling.num_answers)]
     assert [(rollout.prompt_index, rollout.sample) for rollout in rollouts] == expected, (
-        f"{len(rollouts)} answers came back for {len(prompts)} prompts × {sampling.n}"
+        f"{len(rollouts)} answers came back for {len(prompts)} prompts × {sampling.num_answers}"
     )
     return rollouts
 

@@ -24,10 +24,12 @@ class RolloutEngine(Protocol):
     """An engine that answers prompts with the weights it was given last."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
-        """Draws `sampling.n` answers to each prompt, greedily when `sampling.temperature` is 0.
+        """Draws `sampling.n` answers to each prompt, greedily when `sampling.temperature` is 0, and a greedy one more
+        with `sampling.with_greedy`: all in one go.
 
         Returns:
-            `len(prompts) * sampling.n` rollouts, by prompt, then by sample, the same on every rank of the engine.
+            `len(prompts) * sampling.num_answers` rollouts, by prompt, then by sample, the same on every rank of the
+            engine.
 
         Raises:
             ValueError: no weights, or a request that the engine cannot serve (too long, an unusable temperature).

@@ -36,7 +36,7 @@ class NaiveEngine:
         drafts = [
             _Draft(index, sample, prompt, request_seed(sampling.seed, prompt.row, sample))
             for index, prompt in enumerate(prompts)
-            for sample in range(sampling.n)
+            for sample in range(sampling.num_answers)
         ]
         for prompt in prompts:
             if len(prompt.token_ids) + sampling.max_tokens > self._max_model_len:
@@ -87,11 +87,12 @@ class _Draft:
         self._generator = torch.Generator().manual_seed(seed)
 
     def extend(self, logits: Tensor, sampling: Sampling) -> None:
-        if sampling.temperature == 0:
+        temperature = sampling.temperature_of(self.sample)
+        if temperature == 0:
             token = int(logits.argmax())
             log_p = logits.log_softmax(-1)
         else:
-            log_p = restrict(logits / sampling.temperature, sampling.top_p, sampling.top_k).log_softmax(-1)
+            log_p = restrict(logits / temperature, sampling.top_p, sampling.top_k).log_softmax(-1)
             token = int(torch.multinomial(log_p.exp(), 1, generator=self._generator))
         self.token_ids.append(token)
         self.logprobs.append(float(log_p[token]))

@@ -172,10 +172,10 @@ class VLLMEngine:
         if self._version is None:
             raise ValueError("the vLLM engine holds no weights: write and publish them before generate")
         _check_request(prompts, sampling, self._max_model_len)
-        answers = [(index, sample) for index in range(len(prompts)) for sample in range(sampling.n)]
+        answers = [(index, sample) for index in range(len(prompts)) for sample in range(sampling.num_answers)]
         params = [
             SamplingParams(
-                temperature=sampling.temperature,
+                temperature=sampling.temperature_of(sample),
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 max_tokens=sampling.max_tokens,

@@ -67,8 +67,9 @@ class Task:
     Attributes:
         mini_batches: rows of each optimizer step.
         objective: last stage only: (hidden states, micro-batch, weights) -> loss (a share of the mini-batch's), stats.
-        mode: how token losses become one number.
+        mode, horizon: how token losses become one number, see `compute_token_weights`.
         first_step: optimizer steps taken before, for the learning rate.
+        together: so many neighbours of a mini-batch's rows share a micro-batch, see `plan_replicas`.
     """
 
     role: Role
@@ -76,6 +77,8 @@ class Task:
     objective: Objective
     mode: AggregationMode
     first_step: int
+    horizon: int | None = None
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -100,17 +103,20 @@ class _Progress:
     sources: list[str] = field(default_factory=list)
 
 
-def weigh_tokens(batch: PackedBatch, mask: Tensor, rows: Sequence[int], mode: AggregationMode) -> TokenWeights:
+def weigh_tokens(
+    batch: PackedBatch, mask: Tensor, rows: Sequence[int], mode: AggregationMode, horizon: int | None = None
+) -> TokenWeights:
     """Token weights of the mini-batch made of the sequences `rows`.
 
     Args:
         mask: [T] bool, the policy tokens that count (rows without a reward taken out).
+        mode, horizon: see `compute_token_weights`.
     """
     in_batch = torch.zeros_like(mask)
     in_batch[batch.token_rows(rows)] = True
     counted = mask & in_batch
     mean = compute_token_weights(counted, batch.cu_seqlens, "token-mean")
-    loss = mean if mode == "token-mean" else compute_token_weights(counted, batch.cu_seqlens, mode)
+    loss = mean if mode == "token-mean" else compute_token_weights(counted, batch.cu_seqlens, mode, horizon)
     return TokenWeights(loss=loss, mean=mean, mask=counted)
 
 
@@ -192,7 +198,7 @@ def _prepare(task: Task, batch: PackedBatch, mask: Tensor) -> _Progress:
     work: list[float] = []
     mini_batch_of: list[int] = []
     for number, rows in enumerate(task.mini_batches):
-        plans = plan_replicas(batch, rows, topology.dp_size, role.max_tokens, role.max_sequences)
+        plans = plan_replicas(batch, rows, topology.dp_size, role.max_tokens, role.max_sequences, task.together)
         micros += [build_micro_batch(batch, part, topology.tp_size) for part in plans[at.dp]]
         mini_batch_of += [number] * len(plans[at.dp])
         # one schedule for all replicas: a micro-batch costs what it costs the replica where it is largest
@@ -200,7 +206,7 @@ def _prepare(task: Task, batch: PackedBatch, mask: Tensor) -> _Progress:
             max(1.0, *(float(sum(lengths[row] for row in part)) for part in parts))
             for parts in zip(*plans, strict=True)
         ]
-    weights = [weigh_tokens(batch, mask, rows, task.mode) for rows in task.mini_batches]
+    weights = [weigh_tokens(batch, mask, rows, task.mode, task.horizon) for rows in task.mini_batches]
     return _Progress(task, micros, tuple(work), mini_batch_of, weights, [{} for _ in task.mini_batches])
 
 

@@ -8,6 +8,7 @@ back. The tests then recompute them with transformers from the same weights.
 from __future__ import annotations
 
 import os
+import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,6 +146,7 @@ def one_rank_job(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found["nothing asked"] = engine.generate([], AT_ONE)
     greedy = engine.generate(PROMPTS, GREEDY)
     found["greedy"] = greedy
+    found["with greedy"] = engine.generate(PROMPTS, dataclasses.replace(AT_ONE, with_greedy=True))
     stops = (greedy[0].token_ids[5], greedy[2].token_ids[3])
     found["stops"] = stops
     found["stopped"] = engine.generate(PROMPTS, Sampling(1, 0.0, 12, stops, seed=1))
@@ -254,6 +256,16 @@ def test_an_engine_answers_while_the_other_is_idle(two_ranks: list[dict[str, Any
 def test_another_seed_and_another_sample_give_another_answer(one_rank: dict[str, Any]) -> None:
     answers = [rollout.token_ids for rollout in one_rank["alone"] + one_rank["other seed"]]
     assert len(set(answers)) == len(answers)
+
+
+def test_one_call_draws_sampled_answers_and_a_greedy_one_each(one_rank: dict[str, Any]) -> None:
+    """The greedy answer is the last sample of its prompt; the sampled ones are what they are without it."""
+    drawn: list[Rollout] = one_rank["with greedy"]
+    assert [rollout.sample for rollout in drawn] == [0, 1, 2] * len(PROMPTS)
+    expected = [rollout.token_ids for rollout in one_rank["greedy"]]
+    assert [rollout.token_ids for rollout in drawn if rollout.sample == 2] == expected
+    sampled = [rollout.token_ids for rollout in drawn if rollout.sample < 2]
+    assert sampled == [rollout.token_ids for rollout in one_rank["alone"]]
 
 
 def test_rollouts_come_by_prompt_then_sample_with_the_version_of_the_weights(one_rank: dict[str, Any]) -> None:

@@ -16,7 +16,8 @@ from megarl.algo.losses import ppo_policy_loss, value_loss
 from megarl.algo.objective import policy_objective, value_objective
 from megarl.algo.reduce import compute_token_weights
 
-MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+HORIZON = 4
 CLIPS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.3, "clip_c": 3.0}
 
 
@@ -104,11 +105,11 @@ def test_a_non_finite_kl_cannot_enter_the_coefficient():
 # weights
 
 
-@pytest.mark.parametrize(("mode", "expected"), list(zip(MODES, [1.25, 1.5, 2.5], strict=True)))
+@pytest.mark.parametrize(("mode", "expected"), list(zip(MODES, [1.25, 1.5, 2.5, 0.625], strict=True)))
 @pytest.mark.parametrize("split", [[[0, 1]], [[0], [1]], [[1], [0], []]])
 def test_the_loss_is_the_same_for_every_split(mode, expected, split):
     """Case D12: one token with loss 2, three with loss 1; each list of sequences is a micro-batch on some rank."""
-    weights = compute_token_weights(torch.ones(4, dtype=torch.bool), _cu([1, 3]), mode)
+    weights = compute_token_weights(torch.ones(4, dtype=torch.bool), _cu([1, 3]), mode, HORIZON)
     parts = [(w, x) for w, x in zip(weights.split([1, 3]), torch.tensor([2.0, 1, 1, 1]).split([1, 3]), strict=True)]
     total = sum(float((parts[b][0] * parts[b][1]).sum()) for batch in split for b in batch)
     assert total == pytest.approx(expected)
@@ -126,15 +127,18 @@ def test_weights_equal_the_definition(masks, mode):
                 "token-mean": lambda: 1 / sum(policy),
                 "seq-mean-token-mean": lambda n=n: 1 / (n * num_sequences),
                 "seq-mean-token-sum": lambda: 1 / num_sequences,
+                "seq-mean-token-sum-norm": lambda: 1 / (num_sequences * HORIZON),
             }[mode]
             expected.append(share() if is_policy else 0.0)
     flat = torch.tensor([x for mask in masks for x in mask], dtype=torch.bool)
-    weights = compute_token_weights(flat, _cu([len(mask) for mask in masks]), mode)
+    weights = compute_token_weights(flat, _cu([len(mask) for mask in masks]), mode, HORIZON)
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))
 
 
 def test_an_unknown_mode_is_refused_with_the_choices():
-    with pytest.raises(ValueError, match=r"mean.*token-mean, seq-mean-token-mean or seq-mean-token-sum"):
+    with pytest.raises(
+        ValueError, match=r"mean.*token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm"
+    ):
         compute_token_weights(_bool(1), _cu([1]), "mean")  # pyright: ignore[reportArgumentType]
 
 
@@ -222,7 +226,7 @@ def _policy(batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
 def test_policy_objective_and_stats_add_up_over_any_split(mode, split):
     lengths = [3, 4, 5]
     batch = _random_batch(lengths)
-    batch["weights"] = compute_token_weights(batch["mask"], _cu(lengths), mode)
+    batch["weights"] = compute_token_weights(batch["mask"], _cu(lengths), mode, HORIZON)
     whole, whole_stats = _policy(batch)
     total, totals = torch.zeros(()), dict.fromkeys(whole_stats, torch.zeros(()))
     for part in zip(*(x.split(split) for x in batch.values()), strict=True):
@@ -256,7 +260,7 @@ def test_masked_entries_change_neither_policy_loss_nor_gradient(mode, poison):
     lengths = [4, 4]
     batch = _random_batch(lengths, seed=1)
     mask = batch.pop("mask")
-    fixed = {"mask": mask, "weights": compute_token_weights(mask, _cu(lengths), mode)}
+    fixed = {"mask": mask, "weights": compute_token_weights(mask, _cu(lengths), mode, HORIZON)}
     results = []
     for masked_value in (0.0, poison):
         leaves = {name: torch.where(mask, x, masked_value) for name, x in batch.items()}

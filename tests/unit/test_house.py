@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollout": {"device", "records", "obs", "parallel.topology", "parallel.transfer", "weights", "user_code"},
     "reward": {"device", "records", "obs", "user_code"},
     "obs": {"device", "records"},
-    "config": {"device", "records", "parallel.topology", "parallel.partition"},
+    "config": {"device", "records", "parallel.topology", "parallel.partition", "algo.algorithms"},
     "trainer": {"device", "records", "models", "parallel", "weights", "ops", "algo", "obs", "config.schema"},
     "launch": {"device", "records", "obs", "trainer", "rollout", "reward", "weights", "config"},
 }
@@ -37,6 +37,8 @@ TOP = {
     "residents",
     "parity",
     "keeper",
+    "experience",
+    "train_preference",
     "job",
     "plan",
     "reshard_table",
