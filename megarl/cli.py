@@ -215,7 +215,8 @@ def _run_as_rank(config: Config, world: World, peers: PeerWatch) -> None:
     os.environ |= world.environment()
     setup_logging(world.rank)
     stop = StopRequest(config.trainer.max_wall_time_s)
-    stop.install()
+    if config.preference is None:  # training on preferences has no checkpoint to save: a signal ends it
+        stop.install()
     import torch.distributed as dist
 
     from megarl import device
