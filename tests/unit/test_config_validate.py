@@ -263,7 +263,7 @@ def test_head_dim_and_kv_heads_have_their_usual_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, ["'gpt2'", "llama, qwen2, qwen3"]),
+        ({"model_type": "gpt2"}, ["'gpt2'", "llama, mistral"]),
         ({"hidden_size": "-"}, ["hidden_size=None"]),
         ({"vocab_size": "many"}, ["vocab_size='many'"]),
     ],
