@@ -111,7 +111,7 @@ def generate_episodes(
     build_environment: Callable[[], Environment],
     limits: TurnLimits,
 ) -> list[Rollout]:
-    """Plays `sampling.n` episodes for each prompt; a collective of the world.
+    """Plays `sampling.num_answers` episodes for each prompt; a collective of the world.
 
     Args:
         engine: this rank's engine, or None outside the rollout role.
@@ -121,23 +121,46 @@ def generate_episodes(
         build_environment: makes one environment; called on rank 0 only.
 
     Returns:
-        `len(prompts) * sampling.n` rollouts by prompt, then by sample, the same on every rank.
+        `len(prompts) * sampling.num_answers` rollouts by prompt, then by sample, the same on every rank.
     """
     drafts = [
         _Draft(prompt, index, sample, build_environment() if dist.get_rank() == 0 else None)
         for index, prompt in enumerate(prompts)
-        for sample in range(sampling.n)
+        for sample in range(sampling.num_answers)
     ]
     for number in range(limits.max_turns):
         open_drafts = [draft for draft in drafts if not draft.is_over]
         if not open_drafts:
             break
-        once = replace(sampling, n=1, max_tokens=limits.max_tokens_per_turn, seed=_derive_seed(sampling.seed, number))
-        turns = generate_everywhere(engine, topology, [draft.ask() for draft in open_drafts], once)
+        turns = _ask_everywhere(engine, topology, open_drafts, sampling, limits.max_tokens_per_turn, number)
         replies = _reply_everywhere(open_drafts, turns, chat, is_first=number == 0)
         for draft, turn, reply in zip(open_drafts, turns, replies, strict=True):
             draft.add(turn, reply, limits)
     return [draft.to_rollout() for draft in drafts]
+
+
+def _ask_everywhere(
+    engine: RolloutEngine | None,
+    topology: Topology,
+    drafts: Sequence[_Draft],
+    sampling: Sampling,
+    max_tokens: int,
+    number: int,
+) -> list[Rollout]:
+    """Turn `number` of each draft, drawn as its sample is: a greedy answer is greedy in every turn. A collective."""
+    turns: dict[int, Rollout] = {}
+    for temperature in sorted({sampling.temperature_of(draft.sample) for draft in drafts}):
+        asked = [i for i, draft in enumerate(drafts) if sampling.temperature_of(draft.sample) == temperature]
+        once = replace(
+            sampling,
+            n=1,
+            with_greedy=False,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=_derive_seed(sampling.seed, number),
+        )
+        turns |= zip(asked, generate_everywhere(engine, topology, [drafts[i].ask() for i in asked], once), strict=True)
+    return [turns[i] for i in range(len(drafts))]
 
 
 def _reply_everywhere(

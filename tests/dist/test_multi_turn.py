@@ -14,7 +14,7 @@ from megarl.parallel.topology import Topology
 from megarl.records import Prompt, Rollout, Sampling
 from megarl.rollout.chat_turns import ChatTurns
 from megarl.rollout.environment import Step
-from megarl.rollout.multi_turn import TurnLimits, generate_episodes
+from megarl.rollout.multi_turn import MAX_SAMPLES, TurnLimits, generate_episodes
 from tests.ranks import run_ranks
 from tests.tiny_task import WORDS, read_metrics, run_megarl, write_job
 
@@ -50,10 +50,12 @@ class Echo:
 
     def __init__(self) -> None:
         self.asked: list[Prompt] = []
+        self.temperatures: list[float] = []
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
-        assert sampling.n == 1 and sampling.max_tokens == 4
+        assert sampling.num_answers == 1 and sampling.max_tokens == 4
         self.asked += prompts
+        self.temperatures += [sampling.temperature] * len(prompts)
         return [
             Rollout(i, 0, (prompt.token_ids[-3], END), (-0.25, -0.5), is_finished=True, weights_version=3)
             for i, prompt in enumerate(prompts)
@@ -81,23 +83,25 @@ class Countdown:
         return Step(reward=1.0, is_done=True) if self.left < 0 else Step("abcd"[self.left], reward=0.5)
 
 
-def play(rank: int, world_size: int) -> tuple[list[Rollout], list[Prompt]]:
+def play(rank: int, world_size: int) -> tuple[list[Rollout], list[Prompt], list[float]]:
     engine = Echo()
-    prompts = [Prompt(row=row, token_ids=tuple(map(WORDS.index, ("<u>", "s", "</s>", "<a>"))), text="") for row in range(4)]
+    asked = tuple(map(WORDS.index, ("<u>", "s", "</s>", "<a>")))
+    prompts = [Prompt(row=row, token_ids=asked, text="") for row in range(4)]
     rollouts = generate_episodes(
         engine,
         Topology((0, 1), dp_size=2),
         prompts,
-        Sampling(n=2, temperature=1.0, max_tokens=99, stop_token_ids=(END,), seed=5),
+        Sampling(n=2, temperature=1.0, max_tokens=99, stop_token_ids=(END,), seed=5, with_greedy=True),
         ChatTurns(Tokenizer(), TEMPLATE),
         Countdown,
         TurnLimits(max_turns=8, max_tokens_per_turn=4, max_response_tokens=40),
     )
-    return rollouts, engine.asked
+    return rollouts, engine.asked, engine.temperatures
 
 
 @pytest.fixture(scope="module")
-def played() -> list[tuple[list[Rollout], list[Prompt]]]:
+def played() -> list[tuple[list[Rollout], list[Prompt], list[float]]]:
+    """On each of two ranks, two sampled episodes and a greedy one for each of four prompts."""
     return run_ranks(play, 2, timeout_s=120)
 
 
@@ -107,22 +111,23 @@ def words(rollout: Rollout) -> str:
 
 def test_turns_and_observations_alternate(played) -> None:
     rollouts = played[0][0]
-    assert [(rollout.prompt_index, rollout.sample) for rollout in rollouts] == [(i, n) for i in range(4) for n in (0, 1)]
+    named = [(rollout.prompt_index, rollout.sample) for rollout in rollouts]
+    assert named == [(i, n) for i in range(4) for n in range(3)]
     assert words(rollouts[0]) == "s </s>"
-    assert words(rollouts[2]) == "s </s> <u> a </s> <a> a </s>"
-    assert words(rollouts[4]) == "s </s> <u> b </s> <a> b </s> <u> a </s> <a> a </s>"
-    mask = rollouts[4].policy_mask
-    assert mask is not None and [WORDS[i] for i, own in zip(rollouts[4].token_ids, mask, strict=True) if own] == (
+    assert words(rollouts[3]) == "s </s> <u> a </s> <a> a </s>"
+    assert words(rollouts[6]) == "s </s> <u> b </s> <a> b </s> <u> a </s> <a> a </s>"
+    mask = rollouts[6].policy_mask
+    assert mask is not None and [WORDS[i] for i, own in zip(rollouts[6].token_ids, mask, strict=True) if own] == (
         "s </s> b </s> a </s>".split()
     )
-    assert all((logprob == 0.0) != own for logprob, own in zip(rollouts[4].logprobs, mask, strict=True))
-    episodes = [rollout.episode for rollout in rollouts[:6:2]]
+    assert all((logprob == 0.0) != own for logprob, own in zip(rollouts[6].logprobs, mask, strict=True))
+    episodes = [rollout.episode for rollout in rollouts[:9:3]]
     assert [episode.reward for episode in episodes if episode is not None] == [1.0, 1.5, 2.0]
-    assert all(rollouts[i].is_finished and rollouts[i].weights_version == 3 for i in range(6))
+    assert all(rollouts[i].is_finished and rollouts[i].weights_version == 3 for i in range(9))
 
 
 def test_an_environment_that_raises_costs_its_own_episode(played) -> None:
-    for rollout in played[0][0][6:]:
+    for rollout in played[0][0][9:]:
         assert rollout.episode is not None and rollout.episode.failure == "turn 2: RuntimeError: the tool is broken"
         assert words(rollout) == "s </s> <u> c </s> <a> c </s>"
         assert not rollout.is_finished
@@ -130,13 +135,21 @@ def test_an_environment_that_raises_costs_its_own_episode(played) -> None:
 
 def test_every_rank_has_the_same_answers_and_each_engine_a_part_of_the_work(played) -> None:
     assert played[0][0] == played[1][0]
-    first, second = (len(asked) for _, asked in played)
-    assert first and second and first + second == 2 * (1 + 2 + 3 + 2)
+    first, second = (len(asked) for _, asked, _ in played)
+    assert first and second and first + second == 3 * (1 + 2 + 3 + 2)
+
+
+def test_a_greedy_answer_is_greedy_in_every_turn(played) -> None:
+    by_sample: dict[int, set[float]] = {}
+    for _, asked, temperatures in played:
+        for prompt, temperature in zip(asked, temperatures, strict=True):
+            by_sample.setdefault(prompt.row % MAX_SAMPLES, set()).add(temperature)
+    assert by_sample == {0: {1.0}, 1: {1.0}, 2: {0.0}}
 
 
 def test_no_two_requests_of_a_turn_share_their_seed(played) -> None:
-    rows = [prompt.row for _, asked in played for prompt in asked if len(prompt.token_ids) == 4]
-    assert len(set(rows)) == len(rows) == 8
+    rows = [prompt.row for _, asked, _ in played for prompt in asked if len(prompt.token_ids) == 4]
+    assert len(set(rows)) == len(rows) == 12
 
 
 ENVIRONMENT = """
