@@ -58,7 +58,6 @@ def train(job: Job, report: RunReport, keeper: Keeper) -> None:
             )
             limit = config.data.max_response_length
             judged = judge(config.algorithm, batch, evidence, coefficients, job.data.estimate, limit)
-        report.warn(judged.not_finite)
         results, update_metrics = learn(job, watch, batch, judged, step, state.updates, timer)
         if "actor" in results or config.rollout.free_cache_engine:
             with timer.phase("sync"):
@@ -72,6 +71,7 @@ def train(job: Job, report: RunReport, keeper: Keeper) -> None:
         for result in results.values():
             metrics |= result.stats
             report.warn(result.sources)
+        report.warn(judged.not_finite if skipped else ())
         metrics["training/skipped_updates"] = float(skipped)
         is_last = step == job.total_steps
         if job.data.held_out and (is_last or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0)):
