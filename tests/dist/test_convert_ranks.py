@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -83,7 +84,9 @@ def save_as_megatron_does(
     SwiGLU.sharded_state_dict = lambda *args, **kwargs: {}  # pyright: ignore[reportAttributeAccessIssue]
     with device.megatron_scope():
         metadata = {"dp_cp_group": groups.collection.dp_cp, "non_homogeneous_layers": True}
+        parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups.collection.dp_cp  # a tied head's state asks it, not metadata
         state = chunks[0].sharded_state_dict(metadata=metadata)
+        parallel_state._DATA_PARALLEL_GROUP_WITH_CP = None
     apply_factories(state)
     shards = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
     if torch.distributed.get_rank() == 0:

@@ -72,6 +72,16 @@ def run_form(form: str, tp_rank: int, tp_size: int, group: dist.ProcessGroup) ->
     return {"loss": loss.detach(), "hidden": grads[0], "weight": grads[1]}
 
 
+@pytest.fixture(scope="module")
+def plain_error(oracle) -> dict[str, float]:
+    """How far plain torch in fp32 is from the oracle: the products' own rounding, which differs between machines."""
+    hidden, weight, targets = make_inputs()
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    loss, _ = token_loss(*reference.logprob_entropy(hidden @ weight.t(), targets, 0.7, VALID), slice(None))
+    grads = dict(zip(("hidden", "weight"), torch.autograd.grad(loss, (hidden, weight)), strict=True))
+    return {name: float((grad - oracle[name]).norm() / oracle[name].norm()) for name, grad in grads.items()}
+
+
 def run_cases(rank: int, world_size: int) -> dict[str, object]:
     found: dict[str, object] = {}
     for tp_size in TP_SIZES:
@@ -113,9 +123,19 @@ def oracle() -> dict[str, Tensor]:
     return {"loss": loss.detach(), "hidden": grads[0], "weight": grads[1]}
 
 
+@pytest.fixture(scope="module")
+def plain_error(oracle) -> dict[str, float]:
+    """How far plain torch in fp32 is from the oracle: the products' own rounding, which differs between machines."""
+    hidden, weight, targets = make_inputs()
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    loss, _ = token_loss(*reference.logprob_entropy(hidden @ weight.t(), targets, 0.7, VALID), slice(None))
+    grads = dict(zip(("hidden", "weight"), torch.autograd.grad(loss, (hidden, weight)), strict=True))
+    return {name: float((grad - oracle[name]).norm() / oracle[name].norm()) for name, grad in grads.items()}
+
+
 @pytest.mark.parametrize("tp_size", TP_SIZES)
 @pytest.mark.parametrize("form", FORMS)
-def test_value_and_every_gradient_equal_one_ranks(found, oracle, form: str, tp_size: int) -> None:
+def test_value_and_every_gradient_equal_one_ranks(found, oracle, plain_error, form: str, tp_size: int) -> None:
     for first in range(0, 4, tp_size):
         parts = [found[rank][f"{form}/{tp_size}"] for rank in range(first, first + tp_size)]
         shards = {name: torch.cat([part[name] for part in parts]) for name in ("hidden", "weight")}
@@ -126,7 +146,7 @@ def test_value_and_every_gradient_equal_one_ranks(found, oracle, form: str, tp_s
         torch.testing.assert_close(parts[0]["loss"].double(), oracle["loss"], rtol=2e-6, atol=0)
         for name, mine in shards.items():
             difference = (mine - oracle[name]).norm() / oracle[name].norm()
-            assert difference < 2e-6, f"{name} differs by {difference:.2e}"
+            assert difference <= 2 * plain_error[name], f"{name} differs by {difference:.2e}, plain {plain_error}"
 
 
 def test_padded_columns_take_no_mass_and_no_gradient(found) -> None:
