@@ -144,10 +144,11 @@ def _render_run(job: SlurmJob) -> str:
     {overrides} || exit 2
 export PYTHONPATH="$RUN/launch/code${{PYTHONPATH:+:$PYTHONPATH}}"
 
-# A log for each rank: <job>.<restart>.rank-<rank>.log. A rank that fails ends the others within seconds.
+# A log for each rank: <job>.<restart>.rank-<rank>.log. A rank that fails ends the others within seconds. A warning that
+# comes before a rank can heed it is ignored: it would end the rank.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
     --output="$RUN/logs/%j.${{SLURM_RESTART_COUNT:-0}}.rank-%t.log" \\
-    python -m megarl.train --config "$RUN/launch/config.yaml"
+    bash -c 'trap "" USR1; exec "$@"' rank python -m megarl.train --config "$RUN/launch/config.yaml"
 code=$?
 
 # {REQUEUE_EXIT}: everything is saved, and there is more to do.

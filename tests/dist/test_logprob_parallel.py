@@ -72,16 +72,6 @@ def run_form(form: str, tp_rank: int, tp_size: int, group: dist.ProcessGroup) ->
     return {"loss": loss.detach(), "hidden": grads[0], "weight": grads[1]}
 
 
-@pytest.fixture(scope="module")
-def plain_error(oracle) -> dict[str, float]:
-    """How far plain torch in fp32 is from the oracle: the products' own rounding, which differs between machines."""
-    hidden, weight, targets = make_inputs()
-    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-    loss, _ = token_loss(*reference.logprob_entropy(hidden @ weight.t(), targets, 0.7, VALID), slice(None))
-    grads = dict(zip(("hidden", "weight"), torch.autograd.grad(loss, (hidden, weight)), strict=True))
-    return {name: float((grad - oracle[name]).norm() / oracle[name].norm()) for name, grad in grads.items()}
-
-
 def run_cases(rank: int, world_size: int) -> dict[str, object]:
     found: dict[str, object] = {}
     for tp_size in TP_SIZES:
