@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed-$(DEVICE)-$(shell cat $(LISTS) setup.py | sha256sum 
 EXT := megarl/_C.abi3.so
 EXT_SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
 
-.PHONY: help setup quickstart test test-fast test-slurm chaos bench check format clean
+.PHONY: help setup quickstart test test-long test-fast test-slurm chaos bench check format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -63,8 +63,11 @@ check: $(STAMP) ## formatter, linter, types, house rules
 	$(BIN)/basedpyright
 	$(BIN)/python -m pytest -q tests/unit/test_house.py
 
-test: check $(EXT) $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## everything
-	$(BIN)/python -m pytest --durations=20 $(ARGS)
+test: check $(EXT) $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## everything but `test-long` and `test-slurm`
+	$(BIN)/python -m pytest --durations=20 -m "not long" $(ARGS)
+
+test-long: $(STAMP) $(EXT) $(QUICK)/model/config.json $(QUICK)/data/val.parquet ## whole runs of minutes: faults, resumes, eight ranks
+	$(BIN)/python -m pytest --durations=20 -m long $(ARGS)
 
 # As root. Gets Debian's slurm-wlm and munge where they are missing; what cannot be had is skipped and told.
 test-slurm: $(STAMP) $(EXT) ## a real Slurm of this one machine, and two hosts as network namespaces

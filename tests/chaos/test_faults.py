@@ -13,7 +13,7 @@ from megarl.trainer.checkpoint_files import find_newest
 from tests.chaos.start import is_alive, list_processes, read_phase, start_told, wait
 from tests.tiny_task import read_metrics, write_job
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 WORDS = [
     "trainer.n_gpus_per_node=2", "rollout.name=naive", "rollout.n=2", "trainer.total_training_steps=3",
     "trainer.val_before_train=false", "data.val_files=[]",

@@ -12,7 +12,7 @@ import pytest
 from tests.chaos.start import list_processes, read_phase, start_told, wait
 from tests.tiny_task import list_words, write_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 WARM_UP, STEPS, NUM_RANKS = 15, 65, 2
 WORDS = [
     "trainer.total_epochs=20", f"trainer.total_training_steps={STEPS}", f"trainer.n_gpus_per_node={NUM_RANKS}",

@@ -9,7 +9,7 @@ import pytest
 from tests.tiny import save_reward_model
 from tests.tiny_task import WORDS, read_metrics, run_megarl, write_job
 
-pytestmark = pytest.mark.timeout(900)  # ranks share the cores with whatever else runs here
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # ranks share the cores with whatever else runs here
 
 PLACEMENT = [
     "trainer.n_gpus_per_node=8",

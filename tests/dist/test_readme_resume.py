@@ -24,6 +24,7 @@ def read_commands() -> list[list[str]]:
     return [line[4:] for line in lines]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_commands_do_what_their_comments_say(tmp_path: Path) -> None:
     first, again, from_path, anew = read_commands()

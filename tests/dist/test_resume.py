@@ -71,7 +71,7 @@ def copy_at(straight: Path, folder: Path, step: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_resumed_run_is_bit_for_bit_the_straight_one(straight: Path, tmp_path: Path, step: int) -> None:  # F3, F4
     folder = copy_at(straight, tmp_path / "resumed", step)
     assert f"resumed from {checkpoint(folder, step)}" in run(folder, *FOUR_RANKS)
@@ -141,7 +141,9 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"]
+)
 def test_a_signal_saves_and_leaves_with_the_requeue_code_and_the_same_command_goes_on(
     straight: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -159,6 +161,7 @@ def test_a_signal_saves_and_leaves_with_the_requeue_code_and_the_same_command_go
     assert list_differences(checkpoint(straight, STEPS), checkpoint(folder, STEPS)) == []
 
 
+@pytest.mark.long
 def test_a_run_whose_time_is_over_saves_and_asks_to_be_started_again(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "timed"
     shutil.copytree(straight, folder, ignore=shutil.ignore_patterns("run"))
@@ -168,6 +171,7 @@ def test_a_run_whose_time_is_over_saves_and_asks_to_be_started_again(straight: P
     assert checkpoint(folder, 1).is_dir()
 
 
+@pytest.mark.long
 def test_starting_anew_beside_old_checkpoints_keeps_them(straight: Path, tmp_path: Path) -> None:
     folder = copy_at(straight, tmp_path / "anew", 4)
     words = ["trainer.resume_mode=disable", "trainer.total_training_steps=2"]

@@ -26,7 +26,7 @@ def run(folder: Path) -> str:
     return done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_smollm2_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert (ROOT / ".cache/quickstart/model/config.json").is_file(), "`make test` prepares the quickstart's model"
