@@ -181,7 +181,7 @@ def test_a_job_with_a_function_two_models_and_a_service(tmp_path, judge_url) -> 
         "parallel.reward_model={tp: 1, pp: 1, ranks: [1]}",
         "parallel.cost_model={tp: 1, pp: 2}",
         "rollout.name=naive",
-        "algorithm.adv_estimator=grpo",
+        "algorithm.name=safe_rlhf",
         "rollout.n=4",
         "trainer.total_training_steps=1",
         "trainer.val_before_train=false",
