@@ -303,7 +303,7 @@ def test_memory_grows_with_the_chunk_and_not_with_the_length() -> None:
             torch.autograd.grad((scores[0].sum(), scores[1].sum()), (hidden, weight))
 
         call()
-        return measure_peak_bytes(call) / MIB
+        return min(measure_peak_bytes(call) for _ in range(3)) / MIB  # what else the process maps can only add
 
     short, long = peak(512), peak(4096)  # a chunk of logits is 8 MiB, all of them 16 and 128
     assert long < short + 6
