@@ -44,13 +44,13 @@ class BackgroundExport:
             target=self._write, args=(feed, out, config_from, dtype), name="megarl-export", daemon=True
         )
         self._thread.start()
+        is_whole = False
         try:
             for name, tensor in tensors:
                 feed.put(name, tensor.detach().to("cpu", dtype))
-        except BaseException:
-            feed.close(is_broken=True)
-            raise
-        feed.close()
+            is_whole = True
+        finally:  # whatever ended the gathering, the thread must not wait for more
+            feed.close(is_broken=not is_whole)
 
     def take_messages(self) -> list[str]:
         """What became of exports since the last call, one line each."""
