@@ -121,17 +121,6 @@ def model_dtype(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-def is_tied(model: nn.Module) -> bool:
-    """True when the head shares the embedding's parameter."""
-    config: Any = model.config
-    return bool(config.tie_word_embeddings)
-
-
-def hf_names(model: nn.Module) -> set[str]:
-    """The Hugging Face names of every tensor that this model is made of; the head is left out when it is tied."""
-    return {part.hf_name for part in live_slices(model)}
-
-
 def live_slices(model: nn.Module) -> Iterator[LiveSlice]:
     """Every part of every Hugging Face tensor that this rank holds, as a view of the live parameter.
 

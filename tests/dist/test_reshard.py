@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.models.layout import ModelSpec, hf_shapes, plan_stage
 from megarl.models.registry import FAMILIES
-from megarl.parallel.topology import Topology
+from megarl.parallel.topology import Order, Topology
 from megarl.weights.blocks import list_engine_shards, list_engines, list_trainer_shards
 from megarl.weights.checksum import compute_checksum
 from megarl.weights import reshard
@@ -106,10 +106,13 @@ def run_case(
     dtypes: Any,
     per_node: int,
     direct_bytes: int = 256 << 10,
+    order: Order = "tp-dp-pp",
 ) -> Result:
     """Three transfers of different weights, one after the other, into the same live parameters."""
     spec, (tp, pp) = SPECS[name], grid
-    actor = Topology(tuple(range(world_size)), tp_size=tp, pp_size=pp, dp_size=world_size // (tp * pp))
+    actor = Topology(
+        tuple(range(world_size)), tp_size=tp, pp_size=pp, dp_size=world_size // (tp * pp), order=order
+    )
     engines = Topology(tuple(range(world_size)), tp_size=engine_tp, dp_size=world_size // engine_tp)
     reshard.DIRECT_BYTES = direct_bytes
     assert dist.group.WORLD is not None
@@ -160,6 +163,7 @@ def list_cases() -> dict[str, tuple[Any, ...]]:
     cases["fp32 to bf16"] = ("qwen2", (2, 2), 2, (FP32, BF16), 2)
     cases["bf16 to fp32"] = ("qwen2", (1, 2), 2, (BF16, FP32), 2)
     cases["bf16 to bf16"] = ("qwen3", (2, 1), 1, (BF16, BF16), 1)
+    cases["replicas side by side"] = ("llama-tied", (2, 1), 4, (FP32, FP32), 4, 256 << 10, "dp-tp-pp")
     for grid_name in ("pp2", "tp2pp2"):
         for per_node in (2, 4):
             direct = ("qwen2", GRIDS[grid_name], 1, (FP32, FP32), per_node, 64)
@@ -200,6 +204,13 @@ def test_staging_fits_one_bucket_and_messages_grow_with_its_contents(
         assert found[case]["staging"] <= SMALL_BUCKET
         full = found[case]["received"] / (SMALL_BUCKET / 4)
         assert found[case]["messages"] - found[case]["direct"] <= 4 * full + 12
+
+
+def test_replicas_side_by_side_keep_what_megatrons_order_must_receive(results: list[dict[str, Result]]) -> None:
+    usual, chosen = (
+        sum(found[case]["received"] for found in results) for case in ("llama-tied tp2 engine tp4", "replicas side by side")
+    )
+    assert chosen < 0.5 * usual
 
 
 def test_long_runs_travel_without_staging(results: list[dict[str, Result]]) -> None:

@@ -17,7 +17,7 @@ from megarl.models.registry import read_model_spec
 from megarl.models.forward import compute_logprobs, compute_logprobs_of_logits, compute_values, run_policy_head
 from megarl.parallel.groups import GroupCache, build_groups
 from megarl.parallel.picker import Choice, plan_chunk_stages
-from megarl.parallel.topology import Topology, plan_topology
+from megarl.parallel.topology import Order, Topology, plan_topology
 from megarl.trainer.annotate import annotate_logprobs, annotate_values
 from megarl.trainer.optim import AdamOptions, LRSchedule
 from megarl.trainer.measured_costs import Profile
@@ -47,6 +47,7 @@ class Grid:
     schedule: Choice = "1f1b"
     together: bool = False  # both updates in one schedule
     recompute: str = "none"
+    order: Order = "tp-dp-pp"  # the actor's
 
     @property
     def ranks(self) -> list[int]:
@@ -74,7 +75,8 @@ def plan_grid(name: str, world_size: int, path: str, grid: Grid) -> Topology:
     tp, pp = grid.critic if name == "critic" else (grid.tp, grid.pp)
     layers = read_model_spec(path)[1].num_layers
     stages = plan_chunk_stages(grid.schedule, pp, layers, is_reversed=grid.together and name == "critic")
-    return replace(plan_topology(name, world_size, tp, pp, ranks=grid.ranks), chunk_stages=stages)
+    order = "tp-dp-pp" if name == "critic" else grid.order
+    return replace(plan_topology(name, world_size, tp, pp, ranks=grid.ranks, order=order), chunk_stages=stages)
 
 
 def open_role(name: str, world_size: int, path: str, grid: Grid, cache: GroupCache) -> Role | None:
@@ -157,6 +159,7 @@ CASES = [
     ("untied", Grid(tp=2, pp=2, critic=(1, 1), max_tokens=40, head="one_pass")),
     ("norms", Grid(tp=2, pp=2, critic=(2, 1), max_tokens=40)),
     ("norms", Grid(tp=2, dp=2, critic=(1, 4), max_tokens=30, head="one_pass")),
+    ("norms", Grid(tp=2, dp=2, critic=(2, 1), max_tokens=30, head="one_pass", order="dp-tp-pp")),
     ("tied", Grid(pp=2, critic=(1, 2), max_tokens=25, head="one_pass", schedule="fused", together=True)),
     ("tied", Grid(pp=2, dp=2, critic=(1, 2), max_tokens=25, head="one_pass", schedule="fused", together=True)),
     ("untied", Grid(tp=2, pp=2, critic=(1, 2), max_tokens=25, head="one_pass", schedule="auto", together=True)),

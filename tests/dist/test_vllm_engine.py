@@ -113,8 +113,6 @@ def changes_since(rng: Tensor, python_rng: Any, set_num_threads: Any, num_thread
 
 
 def one_rank_job(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    from megarl.weights.vllm_sync import hf_names
-
     found: dict[str, Any] = {"llama-tied": answer_versions(folder, "llama-tied", rank, world_size, 1)}
     found["bf16"] = answer_versions(folder, "qwen2-bias", rank, world_size, 1, dtype=torch.bfloat16)
 
@@ -134,7 +132,7 @@ def one_rank_job(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     write_folder(engine, f"{folder}/llama", weights, 2)
     engine.open_weights()
     found["while its weights are open"] = message_of(engine.generate, PROMPTS, GREEDY)
-    found["names"] = hf_names(engine._model)
+    found["names"] = set(engine.checksums())
     engine.close()
 
     engine = build_engine(folder, "llama", rank, world_size, 1)

@@ -253,3 +253,12 @@ def test_every_folder_of_tests_is_collected() -> None:
     """pytest passes over folders named `dist` unless told otherwise: tests that never run cannot fail."""
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert "dist" not in options["norecursedirs"] and options["testpaths"] == ["tests"]
+
+
+def test_the_map_names_every_part() -> None:
+    """docs/architecture.md lists each module beside the parts, and each part."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    chart = text[text.index("## The map") :].split("```")[1]
+    parts = [path for path in (ROOT / "megarl").iterdir() if path.name[0] not in "._"]
+    names = [path.name if path.is_file() else path.name + "/" for path in parts if path.suffix in ("", ".py")]
+    assert [name for name in names if name not in chart and name not in ("__init__.py", "__main__.py")] == []
