@@ -10,7 +10,7 @@ import argparse
 import datetime
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megarl import __version__
 from megarl.config.load import ConfigError, load_config, resolve_config
@@ -58,14 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     from megarl.rollout.show_row import run_inspect
 
-    try:
+    def inspect_row() -> int:
         run_inspect(
             options.file, options.row, options.model, options.prompt_key, options.chat_template, options.raw_prompt
         )
+        return 0
+
+    return tell_mistakes(inspect_row)
+
+
+def tell_mistakes(command: Callable[[], int]) -> int:
+    """Runs a command and returns its exit code; a ValueError is the user's mistake, told without a traceback."""
+    try:
+        return command()
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return USER_MISTAKE_EXIT
-    return 0
 
 
 def run_reshard_table(words: Sequence[str]) -> int:
@@ -79,12 +87,8 @@ def run_reshard_table(words: Sequence[str]) -> int:
         prog="megarl plan-reshard", description="What every rank keeps, receives and sends in a weight transfer."
     )
     add_arguments(parser)
-    try:
-        run_plan_reshard(parser.parse_args(list(words)), Console(width=None if sys.stdout.isatty() else 180))
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return USER_MISTAKE_EXIT
-    return 0
+    options, console = parser.parse_args(list(words)), Console(width=None if sys.stdout.isatty() else 180)
+    return tell_mistakes(lambda: run_plan_reshard(options, console))
 
 
 def run_check_parity(words: Sequence[str]) -> int:
@@ -121,11 +125,9 @@ def run_convert_words(words: Sequence[str]) -> int:
     from megarl.convert import add_arguments, run_convert
 
     add_arguments(parser)
+    options = parser.parse_args(list(words))
     try:
-        return run_convert(parser.parse_args(list(words)), Console())
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return USER_MISTAKE_EXIT
+        return tell_mistakes(lambda: run_convert(options, Console()))
     except (KeyboardInterrupt, OSError) as error:
         why = str(error) or "interrupted"
         sys.stderr.write(f"{why}: files that are done are kept, the same command goes on with them\n")
@@ -140,11 +142,8 @@ def run_launch_words(words: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="megarl launch", description="Runs on a cluster.")
     add_arguments(parser)
-    try:
-        return run_launch(parser.parse_args(list(words)), Console())
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return USER_MISTAKE_EXIT
+    options = parser.parse_args(list(words))
+    return tell_mistakes(lambda: run_launch(options, Console()))
 
 
 def run_train(words: Sequence[str]) -> int:

@@ -106,7 +106,10 @@ def annotate_batch(
     names = {"critic": "values", "cost_critic": "cost_values"}
     passes += [value_pass(names[name], critic) for name, critic in job.critics.items()]
     scores, runs = annotate(passes, batch, watch.profile)
-    return scores, watch.follow(runs, "annotate", step)
+    metrics: dict[str, float] = {}
+    for run in runs:
+        metrics |= share_time(run, "timing_s/")
+    return scores, metrics | watch.follow(runs, "annotate", step)
 
 
 def learn(
@@ -135,17 +138,17 @@ def learn(
         with timer.phase("update_" + "_".join(group)):
             results |= _update(job, watch, group, batch, judged, step, updates, runs)
     fused = [run for run in runs if len(run.work) > 1]
-    metrics = share_time(fused[0]) if fused else {}
+    metrics = share_time(fused[0], "timing_s/update_") if fused else {}
     return results, metrics | watch.follow(runs, "update", step)
 
 
-def share_time(run: PipelineRun) -> dict[str, float]:
-    """The time of a fused update in verl's names, by what each model computed on this rank."""
+def share_time(run: PipelineRun, prefix: str) -> dict[str, float]:
+    """The time of models that ran in one schedule, in verl's names, by what each of them computed on this rank."""
     busy = {name: 0.0 for name in run.work}
     for span in run.spans:
         busy[span.step.model] += span.end - span.start
     total = max(sum(busy.values()), 1e-9)
-    return {f"timing_s/update_{name}": run.seconds * own / total for name, own in busy.items()}
+    return {f"{prefix}{name}": run.seconds * own / total for name, own in busy.items()}
 
 
 def _update(

@@ -216,23 +216,21 @@ class RunReport:
             return
         self._logger.close()
         console = self._logger.console
-        if self._after is not None:
-            before = self._before if self._before is not self._after else None
-            if before is not None:
-                count = self._config.trainer.num_samples_to_show
-                asked = [prompt.token_ids for prompt in job.data.held_out[:count]]
-                shown = zip(
-                    job.data.tokenizer.batch_decode(asked, skip_special_tokens=True),
-                    before.answers[:count],
-                    self._after.answers[:count],
-                    strict=False,  # a checkpoint holds as many answers as were shown when it was made
-                )
-                print_samples(console, [SampleAnswer(prompt.strip(), first, last) for prompt, first, last in shown])
-            phases = {name: PhaseCost(spent, self._tokens.get(name, 0)) for name, spent in self._seconds.items()}
-            total_s = time.perf_counter() - self._started
-            print_summary(
-                console, before.accuracy if before else None, self._after.accuracy, phases, total_s, self.run_dir
+        after = self._after
+        before = self._before if self._before is not after else None
+        if before is not None and after is not None:
+            count = self._config.trainer.num_samples_to_show
+            asked = [prompt.token_ids for prompt in job.data.held_out[:count]]
+            shown = zip(
+                job.data.tokenizer.batch_decode(asked, skip_special_tokens=True),
+                before.answers[:count],
+                after.answers[:count],
+                strict=False,  # a checkpoint holds as many answers as were shown when it was made
             )
+            print_samples(console, [SampleAnswer(prompt.strip(), first, last) for prompt, first, last in shown])
+        phases = {name: PhaseCost(spent, self._tokens.get(name, 0)) for name, spent in self._seconds.items()}
+        accuracies = (before and before.accuracy, after and after.accuracy)
+        print_summary(console, *accuracies, phases, time.perf_counter() - self._started, self.run_dir)
         if "jsonl" in self._config.trainer.logger:
             from megarl.obs.plot import plot_run  # matplotlib takes a second to import
 

@@ -212,8 +212,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="go over the file's values")
 
 
-def run_plan_reshard(options: argparse.Namespace, console: Console) -> None:
-    """Prints what the options ask for.
+def run_plan_reshard(options: argparse.Namespace, console: Console) -> int:
+    """Prints what the options ask for; returns the exit code.
 
     Raises:
         ValueError: options that do not fit together or the model.
@@ -227,6 +227,7 @@ def run_plan_reshard(options: argparse.Namespace, console: Console) -> None:
         print_ranks(_case_of_words(options), console)
     else:
         print_ranks(_case_of_config(options.config, options.overrides), console)
+    return 0
 
 
 def _case_of_words(options: argparse.Namespace) -> Case:

@@ -39,7 +39,7 @@ class SampleAnswer:
 def print_summary(
     console: Console,
     before: Accuracy | None,
-    after: Accuracy,
+    after: Accuracy | None,
     phases: Mapping[str, PhaseCost],
     total_s: float,
     run_dir: Path,
@@ -48,11 +48,13 @@ def print_summary(
 
     Args:
         before: None when the run did not validate before training.
+        after: None when it never validated.
         phases: by name, in the order they are to be shown; they need not add up to `total_s`.
         total_s: wall seconds of the run.
         run_dir: named in the last line.
     """
-    console.print(build_accuracy_table(before, after))
+    if after is not None:
+        console.print(build_accuracy_table(before, after))
     console.print(build_phase_table(phases, total_s))
     console.print(f"everything of this run: {run_dir}", markup=False, highlight=False, soft_wrap=True)
 

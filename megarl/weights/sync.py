@@ -25,7 +25,7 @@ from megarl.parallel.topology import Topology
 from megarl.weights.blocks import Block, Holdings, Shard, list_engine_shards, list_engines, list_trainer_shards
 from megarl.weights.checksum import add_checksums, compute_checksum
 from megarl.weights.plan import plan_reshard, summarize
-from megarl.weights.reshard import Resharder, ReshardStats, build_resharder
+from megarl.weights.reshard import BUCKET_BYTES, Resharder, ReshardStats, build_resharder
 
 Verify = Literal["first", "always", "never"]
 
@@ -145,7 +145,7 @@ def open_weight_sync(
     engine_dtype: torch.dtype,
     ranks_per_node: int,
     verify: Verify = "first",
-    bucket_bytes: int = 64 << 20,
+    bucket_bytes: int = BUCKET_BYTES,
     shares: bool = False,
 ) -> WeightSync:
     """Plans the transfer from the actor's grid to the engines' and compiles this rank's part; no communication.

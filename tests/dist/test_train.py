@@ -56,7 +56,8 @@ def test_every_step_writes_verls_metrics(trained) -> None:
     names = (
         "actor/pg_loss actor/entropy actor/ppo_kl actor/pg_clipfrac actor/grad_norm actor/lr actor/kl_loss "
         "critic/vf_loss critic/grad_norm critic/rewards/mean critic/score/mean critic/advantages/mean "
-        "response_length/mean prompt_length/mean timing_s/gen timing_s/update_actor timing_s/sync perf/throughput"
+        "response_length/mean prompt_length/mean timing_s/gen timing_s/old_log_prob timing_s/ref timing_s/values "
+        "timing_s/update_actor timing_s/sync perf/throughput"
     ).split()
     assert set(names) <= set(rows[-1])
     assert "actor/pg_loss" not in rows[1], "critic.warmup_steps=1: the actor must not learn in step 1"

@@ -196,6 +196,13 @@ def test_summary_without_a_first_validation_shows_no_change(tmp_path: Path) -> N
     assert ["greedy", "-", "0.750"] in rows
 
 
+def test_summary_of_a_run_that_never_validated_shows_where_the_time_went(tmp_path: Path) -> None:
+    console = text_console()
+    print_summary(console, None, None, {"gen": PhaseCost(1.0, 10)}, total_s=2.0, run_dir=tmp_path)
+    assert "held-out" not in printed(console)
+    assert ["gen", "1.0", "50%", "10"] in [line.replace("│", " ").split() for line in printed(console).splitlines()]
+
+
 def test_sample_answers_are_shown_as_they_are() -> None:
     console = text_console()
     print_samples(console, [SampleAnswer("4 - 1 = ?", "[bold]5", "3")])
