@@ -27,14 +27,17 @@ COMMON = [
 
 
 def write_pairs(folder: Path) -> list[str]:
-    """Pairs on disk: the chosen answer has more words d than the rejected one. The words that name everything."""
+    """Pairs on disk; the words that name everything.
+
+    A chosen answer has four or five words d, a rejected one at most two: KTO judges answers one by one, so what makes
+    one good must not depend on the other.
+    """
     words = [word for word in write_job(folder) if not word.startswith(("data.", "reward."))]
     letters, draw = [word for word in WORDS[5:] if word != "d"], random.Random(0)
     for name, count in (("train", 96), ("val", 40)):
         rows = []
         for _ in range(count):
-            good, length = draw.randint(2, 5), 6
-            bad = draw.randint(0, good - 2)
+            good, bad, length = draw.randint(4, 5), draw.randint(0, 2), 6
             answers = []
             for num_d in (good, bad):
                 text = ["d"] * num_d + [draw.choice(letters) for _ in range(length - num_d)]
@@ -82,8 +85,7 @@ def runs(folder) -> dict[str, list[dict[str, float]]]:
 def test_held_out_answers_are_told_apart(runs, name: str) -> None:
     first, last = runs[name][0], runs[name][-1]
     assert last["val/loss"] < first["val/loss"]
-    least = 0.75 if name == "kto" else 0.9  # KTO judges answers one by one; it settles at 0.8 of the pairs here
-    assert last["val/accuracy"] > least, (first["val/accuracy"], last["val/accuracy"])
+    assert last["val/accuracy"] > 0.9, (first["val/accuracy"], last["val/accuracy"])
 
 
 def test_before_the_first_step_policy_and_reference_are_one(runs) -> None:
