@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,10 +16,11 @@ from megarl.config.load import ConfigError, load_config, resolve_config
 from megarl.config.schema import Config
 from megarl.config.validate import find_problems
 from megarl.launch.failure import INTERRUPTED_EXIT, USER_MISTAKE_EXIT, run_rank
+from megarl.launch.join import join_world
 from megarl.launch.local import World, launch_local, resolve_world
 from megarl.launch.peers import PeerWatch
 from megarl.launch.stop import StopRequest
-from megarl.obs.log import quiet_environment, setup_logging
+from megarl.obs.log import quiet_environment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,37 +193,22 @@ def _written_sizes(config: Config, overrides: Sequence[str]) -> tuple[int | None
 
 def _train_on_rewards(config: Config, stop: StopRequest) -> int:
     """Trains a policy on rewards, from its checkpoint on if there is one; returns the exit code."""
-    from megarl.job import open_job
-    from megarl.keeper import Keeper, choose_checkpoint, read_history
-    from megarl.report import RunReport
+    from megarl.keeper import open_run
     from megarl.train import train
 
-    resume = choose_checkpoint(config)
-    job = open_job(config, None if resume is None else resume.check_data)
-    if resume is None:
-        report = RunReport(config, job.total_steps)
-    else:
-        report = RunReport(config, job.total_steps, *read_history(resume))
-    keeper = Keeper(job, report, resume, stop)
+    job, report, keeper = open_run(config, stop)
     train(job, report, keeper)
     return keeper.exit_code
 
 
 def _run_as_rank(config: Config, world: World, peers: PeerWatch) -> None:
     """Joins the process group, trains, and leaves it."""
-    os.environ |= world.environment()
-    setup_logging(world.rank)
     stop = StopRequest(config.trainer.max_wall_time_s)
     if config.preference is None:  # training on preferences has no checkpoint to save: a signal ends it
         stop.install()
+    join_world(world, config.trainer.timeout_s, peers)
     import torch.distributed as dist
 
-    from megarl import device
-
-    device.bind_local_device(world.local_rank)
-    timeout = datetime.timedelta(seconds=config.trainer.timeout_s)
-    dist.init_process_group(device.backend(), rank=world.rank, world_size=world.world_size, timeout=timeout)
-    peers.meet(world.rank, world.world_size, world.master_addr)
     exit_code = 0
     if config.preference is None:
         exit_code = _train_on_rewards(config, stop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from megarl.job import Job, derive_seed
 from megarl.obs.metrics import PhaseTimer
 from megarl.records import PackedBatch, Prompt, Rollout, Sampling, pack_rollouts
 from megarl.reward.score import Rewards
+from megarl.trainer.judge import Evidence
 from megarl.validation import judge_costs, judge_rollouts
 
 log = logging.getLogger(__name__)
@@ -104,8 +105,18 @@ def _draw(job: Job, step: int, number: int, timer: PhaseTimer, is_last: bool) ->
         if is_last:
             job.rest_engine()
     with timer.phase("reward"):
-        rewards, texts = judge_rollouts(job, prompts, rollouts)
-        costs = None if job.data.cost is None else judge_costs(job, prompts, rollouts, texts)
+        return judge_experience(job, prompts, rollouts, sampling)
+
+
+def judge_experience(job: Job, prompts: list[Prompt], rollouts: list[Rollout], sampling: Sampling) -> Experience:
+    """Scores and costs of answers; a collective of the world, with the same result on every rank.
+
+    Args:
+        rollouts: by prompt, then by sample, as `Job.generate` returned them; where `sampling.with_greedy`, greedy
+            answers are judged and then leave the batch.
+    """
+    rewards, texts = judge_rollouts(job, prompts, rollouts)
+    costs = None if job.data.cost is None else judge_costs(job, prompts, rollouts, texts)
     failed = rewards.is_failed_mask
     if costs is not None:
         failed = failed | costs.is_failed_mask
@@ -129,6 +140,21 @@ def _draw(job: Job, step: int, number: int, timer: PhaseTimer, is_last: bool) ->
         costs=None if costs is None else costs.scores[rows],
         turn_rewards=place_turn_rewards(batch, rollouts, environment_weight(job)),
         metrics={} if costs is None else {f"cost/{name}": value for name, value in costs.metrics.items()},
+    )
+
+
+def build_evidence(experience: Experience, scores: Mapping[str, Tensor]) -> Evidence:
+    """What advantages are computed from: the judged answers, and the [T] scores of `annotate_batch`."""
+    return Evidence(
+        rewards=experience.rewards.scores,
+        is_failed=experience.rewards.is_failed_mask,
+        old_logprobs=scores["old_log_prob"],
+        turn_rewards=experience.turn_rewards,
+        ref_logprobs=scores.get("ref"),
+        values=scores.get("values"),
+        greedy_scores=experience.greedy_scores,
+        costs=experience.costs,
+        cost_values=scores.get("cost_values"),
     )
 
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from megarl.parallel.topology import Topology, plan_topology
 from megarl.records import Prompt, Rollout, Sampling
 from megarl.residents import make_room_for_engines, open_offloads
 from megarl.reward.score import Source
+from megarl.reward.verdict import Scorer
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.naive_engine import NaiveEngine
 from megarl.rollout.prompts import PromptStream, build_prompts
@@ -210,16 +212,21 @@ def can_update_together(config: Config, topologies: Mapping[str, Topology]) -> b
     return not sequential and "critic" in topologies and can_fuse(topologies["actor"], topologies["critic"])
 
 
-def open_job(config: Config, check_data: Callable[[Data], None] | None = None) -> Job:
+def open_job(
+    config: Config,
+    check_data: Callable[[Data], None] | None = None,
+    given: Mapping[str, Scorer] = MappingProxyType({}),
+) -> Job:
     """Reads the data and builds every role and engine. A collective of the world.
 
     Args:
         check_data: called with what was read, before any model is built; raises ConfigError.
+        given: the object behind a source with `given=true`, by section ("reward", "cost").
 
     Raises:
         ConfigError: something about the user's files or options that only shows when they are read.
     """
-    data = open_data(config)
+    data = open_data(config, given)
     if check_data is not None:
         check_data(data)
     steps = data.stream.steps_per_epoch * config.trainer.total_epochs
@@ -275,7 +282,7 @@ def open_job(config: Config, check_data: Callable[[Data], None] | None = None) -
     return Job(config, data, topologies, actor, critics, ref, scoring, engine, weight_sync, offloads, total_steps)
 
 
-def open_data(config: Config) -> Data:
+def open_data(config: Config, given: Mapping[str, Scorer] = MappingProxyType({})) -> Data:
     """Reads and checks everything that the user's files hold, before any model is built; a collective of the world."""
     options, model_path = config.data, config.actor.model_path
     assert model_path is not None and config.actor.tokenizer_path is not None
@@ -315,8 +322,8 @@ def open_data(config: Config) -> Data:
         stop_ids = stop_token_ids(model_path, tokenizer)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    reward = open_sources(config, "reward", train[0])
-    cost = None if config.cost is None else open_sources(config, "cost", train[0])
+    reward = open_sources(config, "reward", train[0], given.get("reward"))
+    cost = None if config.cost is None else open_sources(config, "cost", train[0], given.get("cost"))
     conversation = open_conversation(config, tokenizer, train[0])
     return Data(tokenizer, stream, held_out, stop_ids, num_ids, reward, cost, conversation, estimate, policy_loss)
 

@@ -39,11 +39,12 @@ from megarl.weights.hf import HFFolder, check_folder
 log = logging.getLogger(__name__)
 
 
-def open_sources(config: Config, section: str, prompt: Prompt) -> tuple[Source, ...]:
+def open_sources(config: Config, section: str, prompt: Prompt, given: Scorer | None = None) -> tuple[Source, ...]:
     """The sources of `section` ("reward" or "cost"); a collective of the world.
 
     Args:
         prompt: a real row; every source that rank 0 holds judges its ground truth once.
+        given: what a source with `given=true` stands for; read on rank 0 only.
 
     Raises:
         ConfigError: on every rank, when a source cannot be opened, or fails on the row.
@@ -55,7 +56,7 @@ def open_sources(config: Config, section: str, prompt: Prompt) -> tuple[Source, 
         for number, source in enumerate(options.sources):
             where = f"{section}.sources[{number}]"
             try:
-                scorer = _open_scorer(config, options, source)
+                scorer = _open_scorer(config, options, source, given)
                 if isinstance(scorer, EpisodeScorer):
                     scorers[str(source.name)] = scorer
                 elif scorer is not None:
@@ -137,8 +138,14 @@ def _describe(source: SourceConfig) -> str:
     return f"{kind}={getattr(source, kind)}"
 
 
-def _open_scorer(config: Config, options: RewardConfig, source: SourceConfig) -> Scorer | None:
+def _open_scorer(config: Config, options: RewardConfig, source: SourceConfig, given: Scorer | None) -> Scorer | None:
     """What rank 0 holds of a source; None for a Megatron model, whose folder is checked. Raises ValueError."""
+    if source.given:
+        if given is None:
+            raise ValueError(
+                "given=true stands for an object of the program that trained; start that program, not `megarl train`"
+            )
+        return given
     if source.environment:
         return EpisodeScorer()
     if source.function is not None:

@@ -15,8 +15,10 @@ import logging
 import platform
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,10 +28,11 @@ from megarl import __version__
 from megarl.config.load import ConfigError, dump_config
 from megarl.config.needs import trained_roles
 from megarl.config.schema import Config, ResumeMode
-from megarl.job import Data, Job
+from megarl.job import Data, Job, open_job
 from megarl.launch.stop import REQUEUE_EXIT, StopRequest
 from megarl.obs.metrics import PhaseTimer
 from megarl.report import RunReport
+from megarl.reward.verdict import Scorer
 from megarl.rollout.prompts import StreamPosition
 from megarl.trainer import checkpoint_files as files
 from megarl.trainer.checkpoint import CheckpointWriter, load_roles, read_rng, read_state
@@ -64,6 +67,25 @@ class Resume:
                 "data.train_files, data.train_batch_size, data.seed, data.shuffle and what makes prompts of rows, or "
                 "start anew with trainer.resume_mode=disable"
             ])  # fmt: skip
+
+
+def open_run(
+    config: Config, stop: StopRequest, given: Mapping[str, Scorer] = MappingProxyType({})
+) -> tuple[Job, RunReport, Keeper]:
+    """Sets a run up, from the checkpoint that `trainer.resume_mode` leads to if there is one; a collective.
+
+    Args:
+        stop: what may ask this rank to stop.
+        given: see `open_job`.
+
+    Raises:
+        ConfigError: something about the user's files or options that only shows when they are read.
+    """
+    resume = choose_checkpoint(config)
+    job = open_job(config, None if resume is None else resume.check_data, given)
+    first_step, kept, history = (0, None, "") if resume is None else read_history(resume)
+    report = RunReport(config, job.total_steps, first_step, kept, history)
+    return job, report, Keeper(job, report, resume, stop)
 
 
 def checkpoint_root(config: Config) -> Path:

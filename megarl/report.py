@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl import device
 from megarl.config.load import dump_config
 from megarl.config.schema import ActorConfig, Config, CriticConfig
 from megarl.job import Job
 from megarl.models.layout import HeadKind
+from megarl.models.registry import read_model_spec
 from megarl.obs.dump import write_rollouts
 from megarl.obs.metrics import MetricsLogger, PhaseTimer
 from megarl.obs.report import Accuracy, PhaseCost, SampleAnswer, print_samples, print_summary
@@ -251,18 +253,27 @@ def export_role(
     Args:
         role: None on ranks outside `topology`.
     """
-    from megarl.models.registry import read_model_spec
-
     assert settings.model_path is not None
-    family, spec = read_model_spec(settings.model_path)
-    dtype = device.pick_dtype(settings.dtype.value)
-    weights = None if role is None else role.weights()
-    tensors = gather_hf_tensors(family, spec, topology, weights, dtype, device.device(), head)
+    tensors, dtype = gather_role(role, topology, settings, head)
     if dist.get_rank() == 0:
         export.run(tensors, out, settings.model_path, dtype)
     else:
         for _ in tensors:
             continue
+
+
+def gather_role(
+    role: Role | None, topology: Topology, settings: ActorConfig | CriticConfig, head: HeadKind
+) -> tuple[Iterator[tuple[str, Tensor]], torch.dtype]:
+    """One role's tensors by their Hugging Face names, whole on rank 0, and the dtype it computes in.
+
+    To run through the tensors is a collective of the world.
+    """
+    assert settings.model_path is not None
+    family, spec = read_model_spec(settings.model_path)
+    dtype = device.pick_dtype(settings.dtype.value)
+    weights = None if role is None else role.weights()
+    return gather_hf_tensors(family, spec, topology, weights, dtype, device.device(), head), dtype
 
 
 def describe_batch(batch: PackedBatch, judged: Judged, rewards: Rewards) -> dict[str, float]:

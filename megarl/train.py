@@ -17,13 +17,13 @@ import sys
 import time
 
 from megarl import device
-from megarl.experience import collect_experience
+from megarl.experience import build_evidence, collect_experience
 from megarl.job import Job
 from megarl.keeper import Keeper
 from megarl.learn import PipelineWatch, annotate_batch, learn
 from megarl.obs.metrics import PhaseTimer
 from megarl.report import RunReport, describe_batch
-from megarl.trainer.judge import Evidence, advance, first_coefficients, judge
+from megarl.trainer.judge import advance, first_coefficients, judge
 from megarl.trainer.run_state import finish_step
 from megarl.validation import validate
 
@@ -45,17 +45,7 @@ def train(job: Job, report: RunReport, keeper: Keeper) -> None:
         with timer.phase("annotate"):
             scores, annotate_metrics = annotate_batch(job, watch, batch, step)
         with timer.phase("adv"):
-            evidence = Evidence(
-                rewards=rewards.scores,
-                is_failed=rewards.is_failed_mask,
-                old_logprobs=scores["old_log_prob"],
-                turn_rewards=experience.turn_rewards,
-                ref_logprobs=scores.get("ref"),
-                values=scores.get("values"),
-                greedy_scores=experience.greedy_scores,
-                costs=experience.costs,
-                cost_values=scores.get("cost_values"),
-            )
+            evidence = build_evidence(experience, scores)
             limit = config.data.max_response_length
             judged = judge(config.algorithm, batch, evidence, coefficients, job.data.estimate, limit)
         results, update_metrics = learn(job, watch, batch, judged, step, state.updates, timer)

@@ -167,7 +167,7 @@ class RolloutConfig:
 
 @dataclass
 class SourceConfig:
-    """One part of the reward: one of `function`, `remote`, `model`, `environment` is given, the rest tunes it."""
+    """One part of the reward: one of function, remote, model, environment, given is set, the rest tunes it."""
 
     name: str | None = None  # in metrics; unset = the function's name, the service's host, the model's folder
     weight: float = 1.0
@@ -183,6 +183,7 @@ class SourceConfig:
     max_reply_bytes: int = 1048576
     fields: dict[str, Any] = field(default_factory=dict)  # further fields of each request
     environment: bool = False  # what the environment of rollout.multi_turn gave
+    given: bool = False  # an object of the program that trains, see Trainer.set_reward_model
     model: str | None = None  # reward_model or cost_model (the section), or a folder for transformers on rank 0
     device: ModelDevice = ModelDevice.auto  # of such a folder's model
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from megarl.config.schema import Config, ModelDevice, ModelEngine, RewardConfig, ScoringModelConfig, SourceConfig
 
 MODEL_ROLES = {"reward": "reward_model", "cost": "cost_model"}  # section of the rewards -> section of its model
-KINDS = ("function", "remote", "model", "environment")
+KINDS = ("function", "remote", "model", "environment", "given")
 
 
 def pick_engine(model: ScoringModelConfig) -> ScoringModelConfig:
@@ -112,8 +112,11 @@ def _check_source(config: Config, where: str, source: SourceConfig) -> Iterator[
     if colon and not Path(file).is_file():
         yield f"{where}.function={source.function}: the file {file} does not exist"
     if source.model is not None and source.model in MODEL_ROLES.values():
-        if getattr(config, source.model).model_path is None:
+        model = getattr(config, source.model)
+        if model.model_path is None:
             yield f"{where}.model={source.model}, but {source.model}.model_path is not set; name its folder"
+        elif model.engine is ModelEngine.transformers and not (Path(model.model_path) / "config.json").is_file():
+            yield f"{source.model}.model_path={model.model_path} is no folder of a Hugging Face model (no config.json)"
     elif source.model is not None and not (Path(source.model) / "config.json").is_file():
         yield (
             f"{where}.model={source.model} is not the folder of a Hugging Face model, nor one of "
@@ -126,6 +129,6 @@ def _name_source(source: SourceConfig) -> str | None:
         return source.function.rpartition(":")[2]
     if source.remote is not None:
         return source.remote.rpartition("://")[2].rpartition("@")[2].partition("/")[0]
-    if source.environment:
-        return "environment"
+    if source.environment or source.given:
+        return "environment" if source.environment else "given"
     return None if source.model is None else Path(source.model).name

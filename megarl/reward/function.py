@@ -37,6 +37,17 @@ def load_reward_function(spec: str, kwargs: Mapping[str, Any] | None = None) -> 
         raise ValueError(
             f"reward.function={spec} is not a rule of megarl; {near_hint(spec, RULES)}, or name path/to/file.py:name"
         )
+    return bind_reward_function(spec, function, kwargs)
+
+
+def bind_reward_function(
+    spec: str, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
+) -> RewardFunction:
+    """`function` with its further arguments fixed, called by the names of its arguments.
+
+    Raises:
+        ValueError: arguments that do not fit; `spec` names the function in the message.
+    """
     fixed = dict(kwargs or {})
     _check_arguments(spec, function, fixed)
 

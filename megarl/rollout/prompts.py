@@ -257,6 +257,11 @@ class PromptStream:
     def position(self) -> StreamPosition:
         return self._position
 
+    @property
+    def first(self) -> Prompt:
+        """The first prompt of the data, to look at."""
+        return self._prompts[0]
+
     def seek(self, position: StreamPosition) -> None:
         """Continues from `position`, which a stream with the same arguments gave."""
         if not 0 <= position.step < self.steps_per_epoch:

@@ -32,6 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # The program itself, above all parts.
 TOP = {
+    "api",
+    "api_config",
     "train",
     "learn",
     "residents",
