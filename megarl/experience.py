@@ -1,15 +1,19 @@
 """The experience of one step: prompts, the answers to them, and their scores; the same on every rank.
 
-next batch of prompts ─> answers (and a greedy one each) ─> judge ─> keep the groups that tell something ─┐
-          ^                                                                                               │
-          └───────────────── not enough prompts yet, and batches left (algorithm.filter_groups) ──────────┘
+    next batch of prompts ─> answers (and a greedy one each) ─> ask ──────── annotate meanwhile ────────> judge
+
+With algorithm.filter_groups what is worth annotating is known only after judging:
+
+    next batch of prompts ─> answers ─> judge ─> keep the groups that tell something ─┬─> annotate
+              ^                                                                       │
+              └───────────────── not enough prompts yet, and batches left ────────────┘
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +22,13 @@ from torch import Tensor
 from megarl.algo.groups import find_telling_groups
 from megarl.algo.shaping import place_step_rewards
 from megarl.config.needs import score_needs
+from megarl.drawn import Drawn, ask_about, join_rewards, judge_now, scoring_passes
 from megarl.job import Job, derive_seed
 from megarl.obs.metrics import PhaseTimer
 from megarl.records import PackedBatch, Prompt, Rollout, Sampling, pack_rollouts
 from megarl.reward.score import Rewards
+from megarl.trainer.annotate import Pass
 from megarl.trainer.judge import Evidence
-from megarl.validation import judge_costs, judge_rollouts
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +54,48 @@ class Experience:
     metrics: dict[str, float]
 
 
-def collect_experience(job: Job, step: int, timer: PhaseTimer) -> Experience:
-    """Draws and judges answers until there are `data.train_batch_size` prompts worth training on; a collective of the
-    world. Without `algorithm.filter_groups` that is one batch."""
+@dataclass(frozen=True)
+class Answers:
+    """The answers of a step on their way to be an `Experience`.
+
+    `batch`: what the models annotate. `passes`: those of reward models, which may run beside. `judge`: given the scores
+    of these passes, waits for the other sources; a collective of the world.
+    """
+
+    batch: PackedBatch
+    passes: tuple[Pass, ...]
+    judge: Callable[[Mapping[str, Tensor]], Experience]
+
+
+def collect_answers(job: Job, step: int, timer: PhaseTimer) -> Answers:
+    """Draws the answers of a step: to `data.train_batch_size` prompts, still being judged when this returns; with
+    `algorithm.filter_groups` to as many prompts worth training on, judged already. A collective of the world."""
+    if job.config.algorithm.filter_groups.enable:
+        found = collect_telling(job, step, timer)
+        return Answers(found.batch, (), lambda _: found)
+    prompts, rollouts, sampling = _draw(job, step, 1, timer, is_last=True)
+    with timer.phase("reward"):
+        drawn = ask_about(job, prompts, rollouts)
+    rows = training_rows(sampling, len(prompts))
+    batch = pack_rollouts(prompts, [rollouts[row] for row in rows.tolist()])
+
+    def judge(scores: Mapping[str, Tensor]) -> Experience:
+        with timer.phase("reward"):
+            return build_experience(job, drawn, join_rewards(drawn, scores), sampling)
+
+    return Answers(batch, scoring_passes(job, drawn), judge)
+
+
+def collect_telling(job: Job, step: int, timer: PhaseTimer) -> Experience:
+    """Draws and judges batches of answers until there are `data.train_batch_size` prompts worth training on."""
     wanted, filters = job.config.data.train_batch_size, job.config.algorithm.filter_groups
-    drawn = _draw(job, step, 1, timer, is_last=not filters.enable)
-    if not filters.enable:
-        return drawn
     kept: Experience | None = None
-    number, num_drawn, num_telling = 1, 0, 0
+    number, num_drawn, num_telling = 0, 0, 0
     while True:
+        number += 1
+        prompts, rollouts, sampling = _draw(job, step, number, timer, is_last=number == filters.max_num_gen_batches)
+        with timer.phase("reward"):
+            drawn = judge_experience(job, prompts, rollouts, sampling)
         telling = find_telling_groups(drawn.rewards.scores, drawn.batch.group, drawn.rewards.is_failed_mask)
         found = sorted(set(drawn.batch.group[telling].tolist()))
         num_drawn, num_telling = num_drawn + len(drawn.prompts), num_telling + len(found)
@@ -67,8 +104,6 @@ def collect_experience(job: Job, step: int, timer: PhaseTimer) -> Experience:
             kept = chosen if kept is None else join(kept, chosen)
         if num_telling >= wanted or number == filters.max_num_gen_batches:
             break
-        number += 1
-        drawn = _draw(job, step, number, timer, is_last=number == filters.max_num_gen_batches)
     job.rest_engine()
     if num_telling < wanted:
         log.warning(
@@ -96,16 +131,23 @@ def training_sampling(job: Job, step: int, number: int = 1) -> Sampling:
     )
 
 
-def _draw(job: Job, step: int, number: int, timer: PhaseTimer, is_last: bool) -> Experience:
-    """One batch of prompts, answered and judged; before the last one is judged the engine may give its memory back."""
+def _draw(
+    job: Job, step: int, number: int, timer: PhaseTimer, is_last: bool
+) -> tuple[list[Prompt], list[Rollout], Sampling]:
+    """One batch of prompts, answered; after the last one the engine may give its memory back."""
     prompts = job.data.stream.next_batch()
     sampling = training_sampling(job, step, number)
     with timer.phase("gen"):
         rollouts = job.generate(prompts, sampling)
         if is_last:
             job.rest_engine()
-    with timer.phase("reward"):
-        return judge_experience(job, prompts, rollouts, sampling)
+    return prompts, rollouts, sampling
+
+
+def training_rows(sampling: Sampling, num_prompts: int) -> Tensor:
+    """[B] int64: the answers that are trained on, of all that were drawn: greedy ones are not."""
+    rows = torch.arange(num_prompts * sampling.num_answers).view(num_prompts, sampling.num_answers)
+    return rows[:, : sampling.n].flatten()
 
 
 def judge_experience(job: Job, prompts: list[Prompt], rollouts: list[Rollout], sampling: Sampling) -> Experience:
@@ -115,27 +157,29 @@ def judge_experience(job: Job, prompts: list[Prompt], rollouts: list[Rollout], s
         rollouts: by prompt, then by sample, as `Job.generate` returned them; where `sampling.with_greedy`, greedy
             answers are judged and then leave the batch.
     """
-    rewards, texts = judge_rollouts(job, prompts, rollouts)
-    costs = None if job.data.cost is None else judge_costs(job, prompts, rollouts, texts)
-    failed = rewards.is_failed_mask
-    if costs is not None:
-        failed = failed | costs.is_failed_mask
-    greedy_scores = None
-    rows = torch.arange(len(rollouts))
+    drawn, judged = judge_now(job, prompts, rollouts)
+    return build_experience(job, drawn, judged, sampling)
+
+
+def build_experience(job: Job, drawn: Drawn, judged: Mapping[str, Rewards], sampling: Sampling) -> Experience:
+    """The judged answers, those that are trained on in a batch, each with the score of its greedy sibling if there is
+    one."""
+    rewards, costs = judged["reward"], judged.get("cost")
+    rows = training_rows(sampling, len(drawn.prompts))
+    failed = rewards.is_failed_mask if costs is None else rewards.is_failed_mask | costs.is_failed_mask
+    failed_rows, greedy_scores = failed[rows], None
     if sampling.with_greedy:
-        by_prompt = rows.view(len(prompts), sampling.num_answers)
-        greedy, rows = by_prompt[:, -1], by_prompt[:, :-1].flatten()
+        greedy = torch.arange(len(drawn.prompts)) * sampling.num_answers + sampling.n
         greedy_scores = rewards.scores[greedy].repeat_interleave(sampling.n)
-        failed = failed.clone()
-        failed[rows] |= failed[greedy].repeat_interleave(sampling.n)
-    rollouts = [rollouts[row] for row in rows.tolist()]
-    batch = pack_rollouts(prompts, rollouts)
+        failed_rows = failed_rows | failed[greedy].repeat_interleave(sampling.n)
+    rollouts = [drawn.rollouts[row] for row in rows.tolist()]
+    batch = pack_rollouts(drawn.prompts, rollouts)
     return Experience(
-        prompts=prompts,
+        prompts=drawn.prompts,
         rollouts=rollouts,
-        texts=[texts[row] for row in rows.tolist()],
+        texts=[drawn.texts[row] for row in rows.tolist()],
         batch=batch,
-        rewards=dataclasses.replace(rewards, scores=rewards.scores[rows], is_failed_mask=failed[rows]),
+        rewards=dataclasses.replace(rewards, scores=rewards.scores[rows], is_failed_mask=failed_rows),
         greedy_scores=greedy_scores,
         costs=None if costs is None else costs.scores[rows],
         turn_rewards=place_turn_rewards(batch, rollouts, environment_weight(job)),

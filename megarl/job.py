@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -70,7 +71,7 @@ SPLITTING = ("auto", "zero_bubble", "fused")  # schedules that may compute weigh
 class Data:
     """What the run reads: the tokenizer, training prompts without end, held-out prompts, who judges answers, who the
     policy talks to, and what of the algorithm is the user's own; `cost` is None where answers have no cost,
-    `conversation` where they have one turn."""
+    `conversation` where they have one turn. `asker`: the thread from which sources are asked that wait elsewhere."""
 
     tokenizer: Any
     stream: PromptStream
@@ -82,6 +83,7 @@ class Data:
     conversation: Conversation | None
     estimate: Estimator
     policy_loss: PolicyLossRule
+    asker: Executor
 
 
 @dataclass(frozen=True)
@@ -325,7 +327,10 @@ def open_data(config: Config, given: Mapping[str, Scorer] = MappingProxyType({})
     reward = open_sources(config, "reward", train[0], given.get("reward"))
     cost = None if config.cost is None else open_sources(config, "cost", train[0], given.get("cost"))
     conversation = open_conversation(config, tokenizer, train[0])
-    return Data(tokenizer, stream, held_out, stop_ids, num_ids, reward, cost, conversation, estimate, policy_loss)
+    asker = ThreadPoolExecutor(1, "megarl-asker")
+    return Data(
+        tokenizer, stream, held_out, stop_ids, num_ids, reward, cost, conversation, estimate, policy_loss, asker
+    )
 
 
 def open_algorithm(config: Config) -> tuple[Estimator, PolicyLossRule]:

@@ -1,24 +1,28 @@
 """Rewards and costs of a job: opens the sources that the configuration names, and asks them about answers.
 
 open_sources   rank 0 holds every source that is not a Megatron model, and has each judge one real row at start
-judge_answers  rank 0 asks its sources ───────────────────┐
-               Megatron models score on their own grids ──┴─> the weighted sum, the same on every rank
+ask_sources    rank 0 asks its sources, those that wait elsewhere from a thread ──┐
+               Megatron models score on their own grids meanwhile ───────────────┴─> join_answers: the weighted sum,
+                                                                                     the same on every rank
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl import device
 from megarl.config.load import ConfigError
 from megarl.config.schema import Config, ModelDevice, ModelEngine, RewardConfig, ScoringModelConfig, SourceConfig
 from megarl.config.sources import KINDS, MODEL_ROLES
 from megarl.models.registry import read_model_spec
-from megarl.records import Prompt, Rollout, pack_rollouts
+from megarl.records import Prompt, Rollout
 from megarl.reward.function import load_reward_function
 from megarl.reward.score import (
     EpisodeScorer,
@@ -32,8 +36,6 @@ from megarl.reward.score import (
     read_scores,
 )
 from megarl.reward.verdict import Answer, Scorer, Verdict
-from megarl.trainer.annotate import annotate_sequence_scores
-from megarl.trainer.roles import Role
 from megarl.weights.hf import HFFolder, check_folder
 
 log = logging.getLogger(__name__)
@@ -84,47 +86,78 @@ def agree_on_problems(problems: list[str]) -> list[str]:
     return box[0]
 
 
-def judge_answers(
+@dataclass(frozen=True)
+class Asked:
+    """Answers that the sources of one section were asked about. `found`: verdicts that are there, by source; `pending`:
+    those that a thread waits for; both on rank 0 only."""
+
+    section: str
+    options: RewardConfig
+    sources: tuple[Source, ...]
+    answers: tuple[Answer, ...]
+    found: dict[str, list[Verdict]]
+    pending: Future[dict[str, list[Verdict]]] | None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The Megatron models among the sources."""
+        return tuple(source.role for source in self.sources if source.role is not None)
+
+
+def ask_sources(
     options: RewardConfig,
     sources: Sequence[Source],
-    roles: dict[str, Role | None],
     prompts: Sequence[Prompt],
     rollouts: Sequence[Rollout],
     texts: Sequence[str],
+    asker: Executor,
     section: str = "reward",
-) -> Rewards:
-    """Scores B answers; a collective of the world, with the same result on every rank.
+) -> Asked:
+    """Asks rank 0's sources about B answers, and returns while those that wait elsewhere still do; local.
 
     Args:
         options: the section of the configuration.
         sources: as `open_sources` gave them.
-        roles: this rank's part of the Megatron reward and cost models, by name.
         prompts: the prompts that the engine was given.
         rollouts: B answers; `prompt_index` points into `prompts`.
         texts: B decoded answers, in the order of `rollouts`.
+        asker: one thread, always the same: a pool's processes live as long as the thread that started them.
+    """
+    assert len(rollouts) == len(texts), f"{len(rollouts)} answers but {len(texts)} texts"
+    answers = tuple(
+        Answer(prompts[rollout.prompt_index], rollout, text) for rollout, text in zip(rollouts, texts, strict=True)
+    )
+
+    def ask(some: Sequence[Source]) -> dict[str, list[Verdict]]:
+        return {source.name: ask_source(source, answers, options.max_failure_share) for source in some}
+
+    own = [source for source in sources if source.scorer is not None]
+    elsewhere = [source for source in own if getattr(source.scorer, "waits_elsewhere", False)]
+    pending = asker.submit(ask, elsewhere) if elsewhere else None
+    found = ask([source for source in own if source not in elsewhere])
+    return Asked(section, options, tuple(sources), answers, found, pending)
+
+
+def join_answers(asked: Asked, model_scores: Mapping[str, Tensor]) -> Rewards:
+    """The rewards of B answers; a collective of the world, with the same result on every rank.
+
+    Args:
+        model_scores: [B] what each of `asked.roles` gave, on every rank.
 
     Raises:
         RuntimeError: on every rank, when too many answers could not be judged.
     """
-    assert len(rollouts) == len(texts), f"{len(rollouts)} answers but {len(texts)} texts"
-    answers = [
-        Answer(prompts[rollout.prompt_index], rollout, text) for rollout, text in zip(rollouts, texts, strict=True)
-    ]
-    found: dict[str, list[Verdict]] = {}
-    for source in sources:
-        if source.scorer is not None:
-            found[source.name] = ask_source(source, answers, options.max_failure_share)
-    batch = None
+    answers, sources = asked.answers, asked.sources
     by_role: dict[str, list[Verdict]] = {}
-    for source in sources:  # a model on ranks without rank 0 scores while rank 0 asks its sources
+    for source in sources:
         if source.role is not None:
-            batch = batch or pack_rollouts(prompts, rollouts)
-            scores = read_scores(annotate_sequence_scores(roles[source.role], batch))
+            scores = read_scores(model_scores[source.role])
             by_role[source.name] = [find_lost(answer) or own for answer, own in zip(answers, scores, strict=True)]
-    box = [found]
+    box = [asked.found | (asked.pending.result() if asked.pending is not None else {})]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     verdicts = [(by_role | box[0])[source.name] for source in sources]
-    return join_verdicts(sources, verdicts, lambda index: answers[index].name, options.max_failure_share, section)
+    share = asked.options.max_failure_share
+    return join_verdicts(sources, verdicts, lambda index: answers[index].name, share, asked.section)
 
 
 def _role_of(config: Config, source: SourceConfig) -> str | None:

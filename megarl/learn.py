@@ -22,7 +22,7 @@ from megarl.obs.time_line import Block, draw_time_line, write_chrome_trace
 from megarl.parallel.partition import plan_mini_batches
 from megarl.records import PackedBatch
 from megarl.residents import bring_weights
-from megarl.trainer.annotate import annotate, logprob_pass, value_pass
+from megarl.trainer.annotate import Pass, annotate, logprob_pass, value_pass
 from megarl.trainer.judge import Judged
 from megarl.trainer.measured_costs import PipelineRun, Profile, merge_profile
 from megarl.trainer.ppo import build_actor_objective, build_critic_objective
@@ -41,6 +41,7 @@ class PipelineWatch:
         self.profile = Profile()
         chunks = {name: topology.num_chunks for name, topology in job.topologies.items() if name != "rollout"}
         passes = {"old_log_prob": "actor", "ref": "ref", "values": "critic", "cost_values": "cost_critic"}
+        passes |= {name: name for name in job.scoring}
         self._num_chunks = {name: chunks[name] for name in ("actor", *job.critics)}
         self._num_chunks |= {name: chunks[role] for name, role in passes.items() if role in chunks}
         self._has_stages = any(topology.pp_size > 1 for topology in job.topologies.values())
@@ -94,10 +95,14 @@ class PipelineWatch:
 
 
 def annotate_batch(
-    job: Job, watch: PipelineWatch, batch: PackedBatch, step: int
+    job: Job, watch: PipelineWatch, batch: PackedBatch, step: int, beside: Sequence[Pass] = ()
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """[T] scores `old_log_prob`, and `ref`, `values`, `cost_values` where the algorithm needs them, on every rank; and
-    metrics."""
+    metrics.
+
+    Args:
+        beside: further passes that are due (reward models), in one stream with the others where the grids agree.
+    """
     bring_weights(job.offloads)
     temperature = job.config.rollout.temperature
     passes = [logprob_pass("old_log_prob", job.actor, temperature)]
@@ -105,7 +110,7 @@ def annotate_batch(
         passes.append(logprob_pass("ref", job.ref, temperature))
     names = {"critic": "values", "cost_critic": "cost_values"}
     passes += [value_pass(names[name], critic) for name, critic in job.critics.items()]
-    scores, runs = annotate(passes, batch, watch.profile)
+    scores, runs = annotate([*passes, *beside], batch, watch.profile)
     metrics: dict[str, float] = {}
     for run in runs:
         metrics |= share_time(run, "timing_s/")

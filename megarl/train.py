@@ -3,8 +3,10 @@
 One step, and who waits for whom:
 
     sequences = generate(prompts)             engines; then every rank has the answers   (experience.py)
-    rewards   = judge(sequences)              rank 0; then every rank has the scores
-    scores    = annotate(sequences)           actor, reference, critics: forward only, one stream where grids agree
+    rewards   = ask(sequences)                rank 0's sources of rewards, which may take their time
+    scores    = annotate(sequences)           actor, reference, critics, reward models: forward only, one stream where
+                                              grids agree, side by side where ranks differ
+    rewards   = judge(rewards, scores)        when the sources have answered; then every rank has the rewards
     advantages                                every rank, the same numbers
     learn                                     critics and actor, fused where their grids agree
     sync                                      the actor's weights into the engines
@@ -17,7 +19,7 @@ import sys
 import time
 
 from megarl import device
-from megarl.experience import build_evidence, collect_experience
+from megarl.experience import build_evidence, collect_answers
 from megarl.job import Job
 from megarl.keeper import Keeper
 from megarl.learn import PipelineWatch, annotate_batch, learn
@@ -40,10 +42,12 @@ def train(job: Job, report: RunReport, keeper: Keeper) -> None:
     for step in range(state.step + 1, job.total_steps + 1):
         started = time.perf_counter()
         epoch = job.data.stream.position.epoch + 1
-        experience = collect_experience(job, step, timer)
-        batch, rewards = experience.batch, experience.rewards
+        answers = collect_answers(job, step, timer)
+        batch = answers.batch
         with timer.phase("annotate"):
-            scores, annotate_metrics = annotate_batch(job, watch, batch, step)
+            scores, annotate_metrics = annotate_batch(job, watch, batch, step, answers.passes)
+        experience = answers.judge(scores)
+        rewards = experience.rewards
         with timer.phase("adv"):
             evidence = build_evidence(experience, scores)
             limit = config.data.max_response_length

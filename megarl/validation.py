@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.drawn import judge_now
 from megarl.job import Job, derive_seed
-from megarl.judging import judge_answers
 from megarl.obs.report import Accuracy
-from megarl.records import Prompt, Rollout, Sampling
-from megarl.reward.score import Rewards
+from megarl.records import Rollout, Sampling
 from megarl.rollout.prompts import split_batches
 
 
@@ -24,22 +23,6 @@ class Validation:
     metrics: dict[str, float]
     answers: list[str]
     num_tokens: int
-
-
-def judge_rollouts(job: Job, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> tuple[Rewards, list[str]]:
-    """The rewards of answers, the same on every rank; a collective of the world.
-
-    Returns:
-        The rewards, and the decoded answers (special tokens left out).
-    """
-    texts = job.data.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
-    return judge_answers(job.config.reward, job.data.reward, job.scoring, prompts, rollouts, texts), texts
-
-
-def judge_costs(job: Job, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], texts: Sequence[str]) -> Rewards:
-    """The costs of answers, the same on every rank; a collective of the world."""
-    assert job.config.cost is not None and job.data.cost is not None, "this job knows no cost"
-    return judge_answers(job.config.cost, job.data.cost, job.scoring, prompts, rollouts, texts, "cost")
 
 
 def validate(job: Job) -> Validation:
@@ -77,12 +60,13 @@ def _answer(job: Job, sampling: Sampling) -> tuple[list[tuple[Rollout, str]], _S
     right = 0.0
     for prompts in split_batches(job.data.held_out, job.config.data.val_batch_size):
         rollouts = job.generate(prompts, sampling)
-        rewards, texts = judge_rollouts(job, prompts, rollouts)
+        drawn, judged = judge_now(job, prompts, rollouts, with_costs=False)
+        rewards = judged["reward"]
         kept = rewards.scores[~rewards.is_failed_mask]
         share = rewards.metrics.get("accuracy", rewards.metrics.get("acc", float((kept >= 1.0).double().mean())))
         right += share * kept.numel()
         parts.append(kept)
-        pairs += zip(rollouts, texts, strict=True)
+        pairs += zip(rollouts, drawn.texts, strict=True)
     scores = torch.cat(parts) if parts else torch.zeros(0)
     return pairs, _Scored(scores, right, scores.numel()), sum(len(rollout.token_ids) for rollout, _ in pairs)
 

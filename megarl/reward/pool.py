@@ -43,6 +43,8 @@ class ScorerPool:
         ValueError: the function cannot be found or loaded.
     """
 
+    waits_elsewhere = True
+
     def __init__(self, spec: str, kwargs: Mapping[str, Any], num_workers: int, time_limit_s: float) -> None:
         assert num_workers >= 1 and time_limit_s > 0, f"{num_workers} workers, time limit {time_limit_s} s"
         self._function = (spec, dict(kwargs))

@@ -57,6 +57,8 @@ class RemoteRewardModel:
         ValueError: an address that is not http(s), an unknown style, an environment variable that is not set.
     """
 
+    waits_elsewhere = True
+
     def __init__(
         self,
         api_url: str,

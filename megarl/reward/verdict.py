@@ -38,7 +38,11 @@ class Verdict:
 
 
 class Scorer(Protocol):
-    """One source of rewards, held by one rank of the job."""
+    """One source of rewards, held by one rank of the job.
+
+    A class attribute `waits_elsewhere = True` says that it only waits for others (processes, a service) while it
+    scores: the trainer then asks it from a thread and goes on with its own passes.
+    """
 
     def score(self, answers: Sequence[Answer], max_failures: int) -> list[Verdict]:
         """One verdict for each answer, in their order.

@@ -33,12 +33,13 @@ Score = Callable[[Tensor, MicroBatch], Tensor]
 @dataclass(frozen=True)
 class Pass:
     """One model's pass over a batch. `name`: of the scores; `role`: None on a rank outside of it; `score`: last stage's
-    hidden states -> [K] scores of the micro-batch's policy tokens.
+    hidden states -> [K] scores of the micro-batch's policy tokens; `batch`: where it is another one than the others'.
     """
 
     name: str
     role: Role | None
     score: Score
+    batch: PackedBatch | None = None
 
 
 def logprob_pass(name: str, role: Role | None, temperature: float) -> Pass:
@@ -51,14 +52,14 @@ def logprob_pass(name: str, role: Role | None, temperature: float) -> Pass:
     return Pass(name, role, score)
 
 
-def value_pass(name: str, role: Role | None) -> Pass:
+def value_pass(name: str, role: Role | None, batch: PackedBatch | None = None) -> Pass:
     """The critic's values of the states before the policy tokens."""
 
     def score(hidden: Tensor, micro: MicroBatch) -> Tensor:
         assert role is not None
         return compute_values(role.model, hidden, micro, role.groups)
 
-    return Pass(name, role, score)
+    return Pass(name, role, score, batch)
 
 
 @torch.no_grad()
@@ -68,8 +69,8 @@ def annotate(
     """Runs passes over a batch; a collective of the world.
 
     Returns:
-        By name of the pass, [T] fp32 scores on every rank, 0 for tokens that are not the policy's; and how the streams
-        ran that this rank is part of.
+        By name of the pass, [T] fp32 scores of its batch on every rank, 0 for tokens that are not the policy's; and
+        how the streams ran that this rank is part of.
     """
     runs: list[PipelineRun] = []
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {each.name: [] for each in passes}
@@ -80,7 +81,7 @@ def annotate(
         own, index = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
         if parts[each.name] and each.role is not None and each.role.groups.at.tp == 0:
             own, index = (torch.cat(tensors) for tensors in zip(*parts[each.name], strict=True))
-        shared |= share_token_scores({each.name: own}, index, batch.num_tokens)
+        shared |= share_token_scores({each.name: own}, index, (each.batch or batch).num_tokens)
     return shared, runs
 
 
@@ -100,7 +101,12 @@ def annotate_sequence_scores(role: Role | None, batch: PackedBatch) -> Tensor:
     That is the value of the state after the last token: of the state before a token that is put behind each sequence.
     """
     longer = append_end_tokens(batch)
-    return annotate_values(role, longer)[longer.cu_seqlens[1:] - 1]
+    return read_sequence_scores(annotate_values(role, longer), longer)
+
+
+def read_sequence_scores(values: Tensor, longer: PackedBatch) -> Tensor:
+    """[B]: the scores of sequences, of a model's values [T] on `append_end_tokens(batch)`."""
+    return values[longer.cu_seqlens[1:] - 1]
 
 
 def append_end_tokens(batch: PackedBatch) -> PackedBatch:
@@ -162,9 +168,9 @@ def _run_stream(
     """Runs passes as one stream and adds (scores, positions) of this rank to `parts`.
 
     Args:
+        batch: of the passes that have none of their own.
         alone: this replica takes the whole batch; else each takes its share.
     """
-    lengths = batch.lengths.tolist()
     plans: list[ModelPlan] = []
     models: dict[str, StageModel] = {}
     work: dict[str, tuple[float, ...]] = {}
@@ -172,11 +178,12 @@ def _run_stream(
         role = each.role
         assert role is not None, f"{each.name}: the ranks of a stream have all its roles"
         topology = role.groups.topology
-        everything = range(batch.num_sequences)
+        read = each.batch or batch
+        lengths = read.lengths.tolist()
         num_shares = 1 if alone else topology.dp_size
-        cuts = plan_replicas(batch, everything, num_shares, role.max_tokens, role.max_sequences)
+        cuts = plan_replicas(read, range(read.num_sequences), num_shares, role.max_tokens, role.max_sequences)
         own = cuts[0 if alone else role.groups.at.dp]
-        micros = [build_micro_batch(batch, rows, topology.tp_size) for rows in own]
+        micros = [build_micro_batch(read, rows, topology.tp_size) for rows in own]
         plans.append(ModelPlan(each.name, topology.chunk_stages, (len(micros),), trains=False))
         work[each.name] = tuple(
             max(1.0, *(float(sum(lengths[row] for row in rows)) for rows in parts_of))

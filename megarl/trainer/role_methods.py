@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.parallel.role_calls import register
 from megarl.parallel.topology import Topology
 from megarl.records import PackedBatch
-from megarl.trainer.annotate import append_end_tokens, logprob_pass, score_share, value_pass
+from megarl.trainer.annotate import append_end_tokens, logprob_pass, read_sequence_scores, score_share, value_pass
 from megarl.trainer.roles import Role
 
 
@@ -42,7 +42,7 @@ class ScoringRole:
     def get_rewards(self, batch: PackedBatch) -> Tensor:
         """[B] fp32: what a reward or cost model gives each sequence, read at its last token."""
         longer = append_end_tokens(batch)
-        return score_share(value_pass("rewards", self._own()), longer)[longer.cu_seqlens[1:] - 1]
+        return read_sequence_scores(score_share(value_pass("rewards", self._own()), longer), longer)
 
     def _own(self) -> Role:
         assert self.role is not None, "this rank is not part of the role"

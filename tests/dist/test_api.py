@@ -63,6 +63,36 @@ if __name__ == "__main__":
     (folder / "done").touch()
 """
 
+BESIDE = """
+import threading
+from megarl import learn, train
+from megarl.reward.verdict import Verdict
+
+annotated = threading.Event()
+
+class Service:
+    waits_elsewhere = True
+
+    def score(self, answers, max_failures):
+        if len(answers) > 1:
+            assert annotated.wait(60), "the trainer waited for the rewards before it annotated"
+        return [Verdict(float(len(answer.text))) for answer in answers]
+
+    def close(self): ...
+
+def annotate_batch(*arguments):
+    found = learn.annotate_batch(*arguments)
+    annotated.set()
+    return found
+
+if __name__ == "__main__":
+    train.annotate_batch = annotate_batch
+    trainer = PPOTrainer(PPOConfig(**COMMON, prompts=rows, max_steps=2, engine="naive", options=FP32,
+                                   output_dir=str(folder / "run")))
+    trainer.set_reward_model(Service())
+    assert len(trainer.train().metrics) == 2
+"""
+
 
 def run_program(folder: Path, body: str, launcher: list[str] | None = None) -> subprocess.CompletedProcess[str]:
     program = folder / "program.py"
@@ -116,6 +146,12 @@ def test_a_program_joins_the_ranks_of_torchrun(tmp_path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     scores, _, _, is_complete = json.loads((tmp_path / "told.json").read_text())
     assert is_complete and len(scores) == 6 and scores[-1] > scores[0] + 0.1
+
+
+def test_rewards_are_found_while_the_models_annotate(tmp_path) -> None:
+    write_job(tmp_path)
+    done = run_program(tmp_path, BESIDE)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_several_trainers_one_after_the_other_also_without_engine(tmp_path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from megarl import experience
 from megarl.config.load import load_config
+from megarl.drawn import Drawn
 from megarl.obs.metrics import PhaseTimer
 from megarl.records import Episode, Prompt, Rollout, Sampling, Turn, pack_rollouts
 from megarl.reward.score import Rewards
@@ -52,17 +53,31 @@ def generate(prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
 
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch) -> None:
-    def judge(job: Any, prompts: list[Prompt], rollouts: list[Rollout]) -> tuple[Rewards, list[str]]:
+    def judge(job: Any, prompts: list[Prompt], rollouts: list[Rollout]) -> tuple[Drawn, dict[str, Rewards]]:
         scores = [SCORES[prompts[rollout.prompt_index].row][rollout.sample] for rollout in rollouts]
         failed = [rollout.token_ids[:2] in job.config.reward.kwargs.get("failed", []) for rollout in rollouts]
         texts = [str(rollout.token_ids) for rollout in rollouts]
-        return Rewards(torch.tensor(scores), torch.tensor(failed), (), {}), texts
+        return Drawn(prompts, rollouts, texts, {}, None), {
+            "reward": Rewards(torch.tensor(scores), torch.tensor(failed), (), {})
+        }
 
-    monkeypatch.setattr(experience, "judge_rollouts", judge)
+    judged: list[dict[str, Rewards]] = []
+
+    def ask(job: Any, prompts: list[Prompt], rollouts: list[Rollout]) -> Drawn:
+        drawn, rewards = judge(job, prompts, rollouts)
+        judged.append(rewards)
+        return drawn
+
+    monkeypatch.setattr(experience, "judge_now", judge)
+    monkeypatch.setattr(experience, "ask_about", ask)
+    monkeypatch.setattr(experience, "join_rewards", lambda drawn, scores: judged[-1])
 
 
 def collect(job: Any) -> experience.Experience:
-    return experience.collect_experience(job, 1, PhaseTimer())
+    answers = experience.collect_answers(job, 1, PhaseTimer())
+    found = answers.judge({})
+    assert found.batch.tokens.equal(answers.batch.tokens), "what is annotated is what is trained on"
+    return found
 
 
 def test_without_greedy_or_filter_a_batch_is_what_was_drawn() -> None:

@@ -48,6 +48,7 @@ TOP = {
     "convert_check",
     "validation",
     "judging",
+    "drawn",
     "generation",
     "report",
     "cli",
