@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from megarl import __version__
-from megarl.config.load import ConfigError, load_config, resolve_config
+from megarl.config.hub import load_run
+from megarl.config.load import ConfigError
 from megarl.config.schema import Config
 from megarl.config.validate import find_problems
 from megarl.launch.failure import INTERRUPTED_EXIT, USER_MISTAKE_EXIT, run_rank
 from megarl.launch.join import join_world
-from megarl.launch.local import World, launch_local, resolve_world
+from megarl.launch.local import TRAINER, World, launch_local, resolve_world
 from megarl.launch.peers import PeerWatch
 from megarl.launch.stop import StopRequest
 from megarl.obs.log import quiet_environment
@@ -99,10 +101,10 @@ def run_check_parity(words: Sequence[str]) -> int:
     options = parse_words(words)
     quiet_environment()
     try:
-        config = resolve_config(load_config(options.config, options.overrides))
+        config, not_found = load_run(options.config, options.overrides)
         world = resolve_world(None, None, os.environ)
         world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes if world is None else world.world_size
-        problems = find_problems(config, world_size)
+        problems = find_problems(config, world_size, not_found=not_found)
         if problems:
             raise ConfigError(problems)
     except ValueError as error:
@@ -146,8 +148,14 @@ def run_launch_words(words: Sequence[str]) -> int:
     return tell_mistakes(lambda: run_launch(options, Console()))
 
 
-def run_train(words: Sequence[str]) -> int:
-    """`megarl train [--config FILE] [--dry-run] [key=value ...]`; returns the exit code."""
+def run_train(words: Sequence[str], defaults: Mapping[str, Any] | None = None, module: str = TRAINER) -> int:
+    """`megarl train [--config FILE] [--dry-run] [key=value ...]`; returns the exit code.
+
+    Args:
+        words: of the command line.
+        defaults: by our keys, where the command starts from others than those of the schema.
+        module: what local ranks are started as, with the same words.
+    """
     parser = argparse.ArgumentParser(prog="megarl train", description="Train a policy on rewards, or on preferences.")
     parser.add_argument("--config", help="a YAML file; its values go over the defaults")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; load no model")
@@ -155,10 +163,10 @@ def run_train(words: Sequence[str]) -> int:
     options = parser.parse_args(list(words))
     quiet_environment()
     try:
-        config = resolve_config(load_config(options.config, options.overrides))
+        config, not_found = load_run(options.config, options.overrides, defaults or {})
         world = resolve_world(*_written_sizes(config, options.overrides), os.environ)
         world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes if world is None else world.world_size
-        problems = find_problems(config, world_size)
+        problems = find_problems(config, world_size, not_found=not_found)
         if problems:
             raise ConfigError(problems)
     except ValueError as error:
@@ -174,7 +182,7 @@ def run_train(words: Sequence[str]) -> int:
             print_plan(config, world_size, Console())
         return 0
     if world is None:
-        return launch_local(config.trainer.n_gpus_per_node, words)
+        return launch_local(config.trainer.n_gpus_per_node, words, module)
     peers = PeerWatch()
     run_rank(lambda: _run_as_rank(config, world, peers), peers.describe)
     return 0

@@ -111,7 +111,7 @@ class Job:
 
     def rest_engine(self) -> None:
         """After answers are drawn: with `rollout.free_cache_engine` the engine gives its memory back."""
-        if self.config.rollout.free_cache_engine and self.engine is not None:
+        if self.config.rollout.free_cache_engine and self.engine is not None and self.weight_sync is not None:
             self.engine.discard_weights()
 
     def role(self, name: str) -> Role | None:
@@ -436,7 +436,8 @@ def build_optimizer_options(optim: OptimConfig, num_updates: int) -> tuple[AdamO
     """Adam's options and the learning rate over `num_updates` optimizer steps."""
     adam = AdamOptions(optim.weight_decay, (optim.betas[0], optim.betas[1]), optim.eps, optim.clip_grad)
     decay_steps = num_updates if optim.lr_decay_steps is None else optim.lr_decay_steps
-    return adam, LRSchedule(optim.lr, optim.min_lr, optim.lr_warmup_steps, optim.lr_decay_style.value, decay_steps)
+    warmup_steps = optim.lr_warmup_steps or int(optim.lr_warmup_steps_ratio * num_updates)
+    return adam, LRSchedule(optim.lr, optim.min_lr, warmup_steps, optim.lr_decay_style.value, decay_steps)
 
 
 def count_updates(config: Config, role: str) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megarl import device
 from megarl.algo.objective import policy_objective, value_objective
-from megarl.config.load import load_config, resolve_config
+from megarl.config.hub import load_run
 from megarl.config.needs import score_needs
 from megarl.config.schema import Config
 from megarl.launch.failure import run_rank
@@ -268,7 +268,7 @@ def compare(outcome: Outcome, first: Outcome) -> tuple[float, str]:
 def main(words: Sequence[str]) -> None:
     """One rank's run: `python -m megarl.parity [--config FILE] [--tolerance X] [key=value ...]`."""
     options = parse_words(words)
-    config = resolve_config(load_config(options.config, options.overrides))
+    config, _ = load_run(options.config, options.overrides)
     world = resolve_world(None, None, os.environ)
     assert world is not None, "started without a launcher: use `megarl check parity`"
     os.environ |= world.environment()

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl import device
-from megarl.config.load import ConfigError, load_config, resolve_config
+from megarl.config.hub import load_run
+from megarl.config.load import ConfigError
 from megarl.config.schema import Engine
 from megarl.config.validate import find_problems
 from megarl.models.layout import Family, ModelSpec
@@ -266,9 +267,9 @@ def _read_sizes(option: str, text: str, known: tuple[str, ...]) -> dict[str, str
 def _case_of_config(file: str, overrides: Sequence[str]) -> Case:
     from megarl.job import plan_topologies  # seconds to import: Megatron
 
-    config = resolve_config(load_config(file, list(overrides)))
+    config, not_found = load_run(file, list(overrides))
     world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    problems = find_problems(config, world_size)
+    problems = find_problems(config, world_size, not_found=not_found)
     if problems:
         raise ConfigError(problems)
     if config.rollout.name is Engine.naive:

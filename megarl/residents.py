@@ -10,10 +10,11 @@ On a CPU the device's memory is the host's: parking there gives back the gradien
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 from megarl import device
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Engine
 from megarl.trainer.offload import Offload, OffloadOptions
 from megarl.trainer.roles import Role
 
@@ -30,6 +31,9 @@ def open_offloads(config: Config, roles: dict[str, Role | None]) -> dict[str, Of
         if not device.has_gpu() and (options.params or options.optimizer):
             log.info("%s.offload: weights and optimizer of %s are in host memory already: they stay", name, name)
             options = OffloadOptions(grads=options.grads)
+        if name == "actor" and options.params and config.rollout.name is Engine.naive:
+            log.info("actor.offload.params: rollout.name=naive answers with the actor's own weights: they stay")
+            options = dataclasses.replace(options, params=False)
         if options != OffloadOptions():
             offloads[name] = Offload(role, options)
     return offloads

@@ -1,22 +1,20 @@
 """From defaults, a YAML file and `key=value` words to a `Config`. The only file that knows OmegaConf.
 
     defaults (schema.py)  <  what algorithm.name sets  <  YAML file  <  command line
-        each layer:  flatten to {dotted key: value}  ->  aliases to our keys  ->  check each value against its type
+        each layer:  flatten to {dotted key: value}  ->  names.py to our keys  ->  check each value against its type
 
 Every mistake of every layer is collected; one `ConfigError` lists them all. `${other.key}` and `${oc.env:NAME}` work
-in values. A key written twice on the command line means its last value, two *names* of one option with different
-values are a mistake.
+in values, and a text that begins with `~/` or `$HOME/` is a path below the home folder. A key written twice on the
+command line means its last value, two *names* of one option with different values are a mistake.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import logging
+import os.path
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,12 +24,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.algo.algorithms import ALGORITHMS
-from megarl.config import aliases
+from megarl.config.aliases import read_flag
 from megarl.config.choices import Choice
+from megarl.config.names import ALIASES, Setting, nearest_name, to_own_keys
+from megarl.config.options import OPTIONS, SECTIONS, Option, read_schema
 from megarl.config.schema import Config
 from megarl.config.sources import list_costs, list_rewards, pick_engine
-
-log = logging.getLogger(__name__)
+from megarl.config.verl_names import REFUSED_VALUES, SYNONYMS
 
 
 class ConfigError(ValueError):
@@ -43,60 +42,15 @@ class ConfigError(ValueError):
         super().__init__(f"configuration: {many}\n" + "\n".join(f"  - {problem}" for problem in self.problems))
 
 
-@dataclass(frozen=True)
-class Option:
-    """One option of the schema: its type without `| None`, and whether it may be unset."""
-
-    type: Any
-    is_optional: bool
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One value as the user wrote it: under the name `name`, for our option `key`."""
-
-    name: str
-    key: str
-    value: Any
-    where: str
-
-
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-        return inner[0], len(inner) < len(typing.get_args(hint))
-    return hint, False
-
-
-def _read_schema(cls: Any, prefix: str = "") -> tuple[dict[str, Option], dict[str, Option]]:
-    """All options and all sections below `cls`, by dotted key."""
-    options: dict[str, Option] = {}
-    sections: dict[str, Option] = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        inner, is_optional = _without_none(hint)
-        if dataclasses.is_dataclass(inner):
-            sections[prefix + name] = Option(inner, is_optional)
-            below = _read_schema(inner, f"{prefix}{name}.")
-            options |= below[0]
-            sections |= below[1]
-        else:
-            options[prefix + name] = Option(inner, is_optional)
-    return options, sections
-
-
-OPTIONS, SECTIONS = _read_schema(Config)
-ALIASES = aliases.expand_aliases(OPTIONS)
-KNOWN_NAMES = [
-    *OPTIONS, *ALIASES, *aliases.FIXED, *aliases.WITHOUT_EFFECT, aliases.REWARD_FILE, aliases.REWARD_NAME,
-]  # fmt: skip
-
-
-def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] = types.MappingProxyType({})
+) -> Config:
     """Merges the defaults, the YAML file and the command line.
 
     Args:
         path: a YAML file, or None for defaults only.
         overrides: `key=value` words; keys are ours or verl's.
+        defaults: by our keys, where a command starts from others than those of the schema.
 
     Raises:
         ConfigError: every unreadable file, unknown key, wrong value and contradiction of all layers.
@@ -104,11 +58,12 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
     problems: list[str] = []
     settings: list[Setting] = []
     if path is not None:
-        settings += _to_own_keys(_read_yaml(path, problems), path, problems)
-    settings += _to_own_keys(_read_words(overrides, problems), "command line", problems)
+        settings += to_own_keys(_read_yaml(path, problems), path, problems)
+    settings += to_own_keys(_read_words(overrides, problems), "command line", problems)
 
     merged = OmegaConf.structured(Config)
-    for setting in [*_read_algorithm(settings), *settings]:
+    first = [Setting(key, key, value, "defaults") for key, value in defaults.items()]
+    for setting in [*first, *_read_algorithm(settings), *settings]:
         _assign(merged, setting, problems)
     if problems:
         raise ConfigError(problems)
@@ -181,17 +136,6 @@ def dump_config(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_to_plain(dataclasses.asdict(config))))
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, or None when none is like it. A dotted name may be near by its last part."""
-    known = list(dict.fromkeys(known))
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    if not found and "." in name:
-        last = name.rsplit(".", 1)[1]
-        by_last = {other.rsplit(".", 1)[-1]: other for other in reversed(known)}
-        found = [by_last[near] for near in difflib.get_close_matches(last, by_last, n=1, cutoff=0.8)]
-    return found[0] if found else None
-
-
 def _or(value: Any, other: Any) -> Any:
     return other if value is None else value
 
@@ -232,6 +176,9 @@ def _read_words(words: Sequence[str], problems: list[str]) -> list[tuple[str, An
     for word in words:
         name, equals, text = word.partition("=")
         name = name.strip().lstrip("+")
+        if name[:1] == "~" or "@" in name:
+            problems.append(f"{word!r} on the command line is for Hydra, which is not used here; write key=value")
+            continue
         if not equals or not name:
             problems.append(f"{word!r} on the command line is not of the form key=value")
             continue
@@ -271,83 +218,6 @@ def _flatten(value: Any, name: str) -> Iterable[tuple[str, Any]]:
         yield from _flatten(inner, f"{name}.{inner_name}" if name else str(inner_name))
 
 
-def _to_own_keys(pairs: list[tuple[str, Any]], where: str, problems: list[str]) -> list[Setting]:
-    """Translates the names of one layer; unknown names, and two names that contradict, become problems."""
-    pairs = _join_reward_function(pairs, where, problems)
-    settings: dict[str, Setting] = {}
-    silenced: set[str] = set()
-    for name, value in pairs:
-        alias = ALIASES.get(name)
-        if alias is None:
-            if _is_known(name, value, where, problems):
-                _keep(settings, Setting(name, name, value, where), problems, silenced)
-            continue
-        if alias.convert is not None and value is not None:
-            try:
-                value = alias.convert(value)
-            except ValueError as error:
-                problems.append(f"{name}={value!r} ({where}) is not valid; use {error}")
-                continue
-        if value is aliases.SAYS_NOTHING:
-            continue
-        if alias.overrules is not None:
-            silenced.add(alias.overrules)
-        _keep(settings, Setting(name, alias.key, value, where), problems, silenced)
-    return list(settings.values())
-
-
-def _is_known(name: str, value: Any, where: str, problems: list[str]) -> bool:
-    """Whether `name` is an option of ours; says what is wrong when it is not."""
-    is_entry = any(name.startswith(f"{key}.") and OPTIONS[key].type == dict[str, Any] for key in OPTIONS)
-    if name in OPTIONS or is_entry or (name in SECTIONS and SECTIONS[name].is_optional and value is None):
-        return True
-    if name in aliases.WITHOUT_EFFECT:
-        log.warning("%s (%s) has no effect: %s", name, where, aliases.WITHOUT_EFFECT[name])
-    elif name in aliases.FIXED:
-        accepted, reason = aliases.FIXED[name]
-        if str(value).lower() not in (str(accepted).lower(), "none"):
-            problems.append(f"{name}={value} ({where}) is not possible: {reason}; leave it out")
-    elif name in SECTIONS:
-        problems.append(f"{name}={value!r} ({where}): {name} is a section; set the options below it: {_below(name)}")
-    else:
-        near = nearest_name(name, KNOWN_NAMES)
-        section = next(
-            (name[:i] for i in range(len(name), 0, -1) if name[:i] in SECTIONS and name[i : i + 1] == "."), ""
-        )
-        hint = f"did you mean {near}?" if near else f"known: {_below(section)}"
-        problems.append(f"{name} ({where}) is not an option; {hint}")
-    return False
-
-
-def _below(section: str) -> str:
-    prefix = f"{section}." if section else ""
-    return ", ".join(dict.fromkeys(key.removeprefix(prefix).split(".")[0] for key in OPTIONS if key.startswith(prefix)))
-
-
-def _keep(settings: dict[str, Setting], new: Setting, problems: list[str], silenced: set[str]) -> None:
-    """Adds a setting to its layer; of two names for one option the silenced one gives way, else they must agree."""
-    old = settings.get(new.key)
-    if old is None or old.name == new.name or old.name in silenced:
-        settings[new.key] = new
-    elif new.name not in silenced and str(old.value) != str(new.value):
-        problems.append(
-            f"{old.name}={old.value} and {new.name}={new.value} ({new.where}) name the same option "
-            f"{new.key} with different values; keep one"
-        )
-
-
-def _join_reward_function(pairs: list[tuple[str, Any]], where: str, problems: list[str]) -> list[tuple[str, Any]]:
-    """verl's file and name of a reward function as our one `file.py:function`."""
-    given = dict(pairs)
-    path, name = given.get(aliases.REWARD_FILE), given.get(aliases.REWARD_NAME)
-    rest = [pair for pair in pairs if pair[0] not in (aliases.REWARD_FILE, aliases.REWARD_NAME)]
-    if path is not None:
-        return [*rest, ("reward.function", f"{path}:{name or 'compute_score'}")]
-    if name is not None and aliases.REWARD_FILE not in given:
-        problems.append(f"{aliases.REWARD_NAME}={name} ({where}) needs {aliases.REWARD_FILE} beside it")
-    return rest
-
-
 def _assign(merged: Any, setting: Setting, problems: list[str]) -> None:
     """Writes one setting into the merged configuration, or says why its value is refused."""
     option = OPTIONS.get(setting.key)
@@ -363,6 +233,8 @@ def _assign(merged: Any, setting: Setting, problems: list[str]) -> None:
         shown = "null" if setting.value is None else repr(setting.value)
         name = setting.name if setting.name == setting.key else f"{setting.name} ({setting.key})"
         allowed = _describe(option) if option else "an option of this section"
+        why = REFUSED_VALUES.get(setting.key, {}).get(str(setting.value))
+        allowed += f": {why}" if why else ""
         problems.append(f"{name}={shown} ({setting.where}) is not valid; use {allowed}")
 
 
@@ -376,7 +248,7 @@ def _check_entries(setting: Setting, option: Option, problems: list[str]) -> Any
     """The entries of a list of sections, each value converted; what is wrong in one is told by its place."""
     if not isinstance(setting.value, list):
         return setting.value
-    known, _ = _read_schema(_entry_type(option))
+    known, _ = read_schema(_entry_type(option))
     entries: list[Any] = []
     for number, entry in enumerate(setting.value):
         where = f"{setting.name}[{number}]"
@@ -404,13 +276,21 @@ def _to_type(value: Any, option: Option) -> Any:
     if value is None or (isinstance(value, str) and "${" in value):
         return value
     if isinstance(option.type, type) and issubclass(option.type, Choice):
-        return aliases.SYNONYMS.get(option.type, {}).get(str(value)) or option.type(str(value))
+        return SYNONYMS.get(option.type, {}).get(str(value)) or option.type(str(value))
     if option.type is bool:
-        return aliases.read_flag(value)
+        return read_flag(value)
     if option.type is str and not isinstance(value, str | int | float):
         raise ValueError(value)
     if typing.get_origin(option.type) is list and isinstance(value, str | int):
-        return [part.strip() for part in str(value).split(",") if part.strip()]
+        value = [part.strip() for part in str(value).split(",") if part.strip()]
+    return [_expand_home(part) for part in value] if isinstance(value, list) else _expand_home(value)
+
+
+def _expand_home(value: Any) -> Any:
+    """`~/x` and `$HOME/x` as the path they mean, where a shell left them as they are; anything else unchanged."""
+    for mark in ("~/", "$HOME/"):
+        if isinstance(value, str) and value.startswith(mark):
+            return os.path.join(os.path.expanduser("~"), value.removeprefix(mark))
     return value
 
 

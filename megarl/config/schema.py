@@ -1,7 +1,7 @@
 """Every option of megarl, its type and its default: plain dataclasses, nothing else.
 
 The YAML file and the command line are merged over these defaults by `load.py`; `validate.py` checks what a type
-cannot say. The names that users of verl type are aliases of these (see `load.py`).
+cannot say. The names that users of verl type are aliases of these (see `verl_names.py`).
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class OptimConfig:
     lr: float = 1e-6
     min_lr: float = 0.0
     lr_warmup_steps: int = 0  # optimizer steps
+    lr_warmup_steps_ratio: float = 0.0  # the same as a share of all optimizer steps of the run; one of the two
     lr_decay_style: Decay = Decay.constant
     lr_decay_steps: int | None = None  # unset = all optimizer steps of the run
     weight_decay: float = 0.01
@@ -76,7 +77,7 @@ class OffloadConfig:
 
 @dataclass
 class ActorConfig:
-    model_path: str | None = None  # a Hugging Face folder
+    model_path: str | None = None  # a Hugging Face folder, or a model's name on the hub
     tokenizer_path: str | None = None  # unset = model_path
     dtype: DType = DType.auto
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -171,7 +172,7 @@ class SourceConfig:
 
     name: str | None = None  # in metrics; unset = the function's name, the service's host, the model's folder
     weight: float = 1.0
-    function: str | None = None  # a rule of megarl (numeric, gsm8k), or path/to/file.py:function
+    function: str | None = None  # a rule of megarl (numeric, gsm8k, by_data_source), or path/to/file.py:function
     kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
     remote: str | None = None  # the http(s) address of a scoring service
     model_name: str | None = None  # the name the service knows its model by
@@ -191,7 +192,7 @@ class SourceConfig:
 @dataclass
 class RewardConfig:
     function: str | None = (
-        None  # the short form of one source; unset = numeric, or the reward model alone if there is one
+        None  # the short form of one source; unset = by_data_source, or the reward model alone if there is one
     )
     kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
     sources: list[SourceConfig] = field(default_factory=list)  # several sources: the reward is their weighted sum

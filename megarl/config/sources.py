@@ -32,9 +32,9 @@ def list_costs(section: RewardConfig | None, model: ScoringModelConfig) -> Rewar
 
 
 def list_rewards(config: Config, model: ScoringModelConfig) -> RewardConfig:
-    """As `list_sources`; where nothing is given, the environment judges its episodes, else the rule `numeric`."""
+    """As `list_sources`; where nothing is given, the environment judges its episodes, else `by_data_source`."""
     has_environment = config.rollout.multi_turn.environment is not None
-    default = SourceConfig(environment=True) if has_environment else SourceConfig(function="numeric")
+    default = SourceConfig(environment=True) if has_environment else SourceConfig(function="by_data_source")
     return list_sources(config.reward, model, "reward_model", [default])
 
 

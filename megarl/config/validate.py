@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ _OPTIM: dict[str, _Rule] = {
     "optim.lr": _POSITIVE,
     "optim.min_lr": _AT_LEAST_0,
     "optim.lr_warmup_steps": _AT_LEAST_0,
+    "optim.lr_warmup_steps_ratio": _FRACTION,
     "optim.lr_decay_steps": _AT_LEAST_1,
     "optim.weight_decay": _AT_LEAST_0,
     "optim.eps": _POSITIVE,
@@ -119,7 +120,9 @@ RANGES: dict[str, _Rule] = {
 _SIZES = [key for key in RANGES if key.endswith("batch_size") or key == "rollout.n"]
 
 
-def find_problems(config: Config, world_size: int, model: ModelFacts | None = None) -> list[str]:
+def find_problems(
+    config: Config, world_size: int, model: ModelFacts | None = None, not_found: Mapping[str, str] | None = None
+) -> list[str]:
     """Everything that stops this configuration from running; empty when it can.
 
     Args:
@@ -127,10 +130,11 @@ def find_problems(config: Config, world_size: int, model: ModelFacts | None = No
         world_size: ranks of the job.
         model: the actor's model, or None = read it from `actor.model_path`. Other roles with a folder of their own
             are read from there.
+        not_found: for models that `load_run` looked for in vain, why.
     """
     written, config = config, resolve_config(config)
     problems = list(_check_ranges(written))
-    models = _read_models(config, model, problems)
+    models = _read_models(config, model, problems, not_found or {})
     grids = _plan_grids(config, world_size, problems)
     problems += _check_files(config)
     if config.preference is None:
@@ -168,6 +172,8 @@ def _check_ranges(config: Config) -> Iterator[str]:
         optim = _get(config, role).optim
         if optim.min_lr > optim.lr > 0:
             yield f"{role}.optim.min_lr={optim.min_lr} is above {role}.optim.lr={optim.lr}; lower it"
+        if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
+            yield f"{role}.optim.lr_warmup_steps and {role}.optim.lr_warmup_steps_ratio are both set; keep one"
         if not all(0 <= beta < 1 for beta in optim.betas):
             yield f"{role}.optim.betas={list(optim.betas)} must be two numbers from 0 up to, not including, 1"
     for name in config.trainer.logger:
@@ -177,7 +183,9 @@ def _check_ranges(config: Config) -> Iterator[str]:
             yield f"trainer.logger names {name!r}, which is not one of {', '.join(LOGGERS)}{hint}"
 
 
-def _read_models(config: Config, model: ModelFacts | None, problems: list[str]) -> dict[str, ModelFacts]:
+def _read_models(
+    config: Config, model: ModelFacts | None, problems: list[str], not_found: Mapping[str, str]
+) -> dict[str, ModelFacts]:
     """The facts of each role's model, by role; what cannot be read becomes a problem."""
     actor_path = config.actor.model_path
     if actor_path is None:
@@ -193,7 +201,7 @@ def _read_models(config: Config, model: ModelFacts | None, problems: list[str]) 
         try:
             facts[role] = read_model_facts(path)
         except ValueError as error:
-            problems.append(f"{role}.model_path={path}: {error}")
+            problems.append(f"{role}.model_path={path}: {not_found.get(path, error)}")
     for role in model_roles(config):
         if role in facts and "actor" in facts and facts[role].vocab_size != facts["actor"].vocab_size:
             problems.append(
@@ -226,11 +234,6 @@ def _plan_grids(config: Config, world_size: int, problems: list[str]) -> dict[st
             problems.append(
                 "rollout.share_weights=true: the engine reads the actor's weights; set actor.offload.params=false"
             )
-    elif generates and (config.rollout.free_cache_engine or config.actor.offload.params):
-        problems.append(
-            "rollout.name=naive answers with the actor's own weights; set rollout.free_cache_engine=false and "
-            "actor.offload.params=false"
-        )
     elif generates and config.parallel.rollout not in (GridConfig(), config.parallel.actor):
         problems.append(
             "parallel.rollout is set, but rollout.name=naive generates with the actor's own grid; leave it out"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megarl.config.hub import load_run
 from megarl.config.load import ConfigError, dump_config, load_config, resolve_config
 from megarl.config.schema import Config
 from megarl.config.validate import find_problems
@@ -88,8 +89,8 @@ def build_job(options: argparse.Namespace, config: Config) -> SlurmJob:
 def submit(job: SlurmJob, overrides: list[str], console: Console) -> int:
     """Checks the run at its real size, keeps code and configuration, and hands the script to sbatch."""
     sizes = [f"trainer.nnodes={job.nodes}", f"trainer.n_gpus_per_node={job.ranks_per_node}"]
-    config = resolve_config(load_config(job.config, [*sizes, *overrides]))
-    problems = find_problems(config, job.nodes * job.ranks_per_node)
+    config, not_found = load_run(job.config, [*sizes, *overrides])
+    problems = find_problems(config, job.nodes * job.ranks_per_node, not_found=not_found)
     if problems:
         raise ConfigError(problems)
     if shutil.which("sbatch") is None:

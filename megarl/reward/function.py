@@ -1,7 +1,7 @@
 """Reward functions: the rules of megarl and functions in the user's own files, found and checked before they are used.
 
-    "numeric" | "gsm8k" | "path/to/file.py:function"  ->  load_reward_function  ->  a function of four arguments
-    what it returned                                   ->  read_result           ->  score, further numbers
+    "numeric" (a rule) | "path/to/file.py:function"  ->  load_reward_function  ->  a function of four arguments
+    what it returned                                 ->  read_result           ->  score, further numbers
 
 Nothing here needs torch: the processes that run scorers (worker.py) start in a blink.
 """

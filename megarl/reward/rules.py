@@ -76,7 +76,25 @@ def gsm8k(
     return {"score": score, "accuracy": float(is_right), "format": float(has_form)}
 
 
-RULES: dict[str, Callable[..., dict[str, float]]] = {"numeric": numeric, "gsm8k": gsm8k}
+BY_DATA_SOURCE: dict[str, Callable[..., dict[str, float]]] = {"openai/gsm8k": gsm8k}
+"""The rule of a row by its `data_source`; any other row is judged by `numeric`."""
+
+
+def by_data_source(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **kwargs: Any
+) -> dict[str, float]:
+    """Judges each answer by the rule of its row's data source, as `BY_DATA_SOURCE` has it.
+
+    Returns, raises: as that rule, which is given `kwargs`.
+    """
+    return BY_DATA_SOURCE.get(data_source, numeric)(data_source, solution_str, ground_truth, extra_info, **kwargs)
+
+
+RULES: dict[str, Callable[..., dict[str, float]]] = {
+    "numeric": numeric,
+    "gsm8k": gsm8k,
+    "by_data_source": by_data_source,
+}
 
 
 def read_number(text: str) -> Decimal | None:

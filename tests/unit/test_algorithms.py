@@ -9,8 +9,9 @@ import pytest
 from megarl.algo import losses
 from megarl.algo.algorithms import ADVANTAGES, ALGORITHMS, LOSSES, NEEDS, PREFERENCES
 from megarl.config import choices, schema
-from megarl.config.load import OPTIONS, ConfigError, dump_config, load_config
+from megarl.config.load import ConfigError, dump_config, load_config
 from megarl.config.needs import loss_needs_whole, model_roles, score_needs
+from megarl.config.options import OPTIONS
 from megarl.config.validate import find_problems
 from megarl.trainer.estimators import ESTIMATORS
 from megarl.trainer.ppo import POLICY_LOSSES

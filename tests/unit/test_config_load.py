@@ -2,7 +2,9 @@
 
 import pytest
 
-from megarl.config.load import ALIASES, OPTIONS, ConfigError, dump_config, load_config, nearest_name, resolve_config
+from megarl.config.load import ConfigError, dump_config, load_config, resolve_config
+from megarl.config.names import ALIASES, nearest_name
+from megarl.config.options import OPTIONS
 from megarl.config.schema import Config, DType, KLEstimator, LossAggMode, Overlong
 
 

@@ -28,9 +28,9 @@ def kinds(config: Config) -> list[tuple[str | None, str | None, str | None]]:
     return [(source.name, source.function, source.model) for source in config.reward.sources]
 
 
-def test_nothing_said_is_the_rule_numeric_and_no_cost():
+def test_nothing_said_is_the_rule_of_each_rows_data_source_and_no_cost():
     config = resolve_config(load())
-    assert kinds(config) == [("numeric", "numeric", None)]
+    assert kinds(config) == [("by_data_source", "by_data_source", None)]
     assert config.cost is None
 
 

@@ -151,9 +151,9 @@ def test_vllm_has_no_pipeline(problems_of):
     assert "parallel.rollout.pp=2" in line
 
 
-def test_the_naive_engine_needs_the_actors_weights_where_they_are(problems_of):
-    (line,) = problems_of("rollout.name=naive", "actor.offload.params=true")
-    assert "actor.offload.params=false" in line
+def test_the_warm_up_is_said_in_steps_or_as_a_share(problems_of):
+    (line,) = problems_of("actor.optim.lr_warmup_steps=3", "actor.optim.lr_warmup_steps_ratio=0.1")
+    assert "actor.optim.lr_warmup_steps_ratio" in line
 
 
 def test_shared_weights_must_stay_where_they_are(problems_of):

@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from megarl.reward.rules import gsm8k, numeric, read_number
+from megarl.reward.rules import by_data_source, gsm8k, numeric, read_number
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,15 @@ def test_gsm8k_unknown_method():
 )
 def test_read_number(text, value):
     assert read_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("data_source", "answer", "score"),
+    [("openai/gsm8k", "#### 3", 1.0), ("openai/gsm8k", "it is 3", 0.0), ("mine", "it is 3", 1.0), ("", "it is 3", 1.0)],
+)
+def test_the_rule_follows_the_data_source(data_source, answer, score):
+    assert by_data_source(data_source, answer, "3")["score"] == score
+
+
+def test_the_rule_of_a_data_source_gets_the_further_arguments():
+    assert by_data_source("openai/gsm8k", "it is 3", "3", method="flexible")["score"] == 1.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.config.schema import OptimConfig
+from megarl.job import build_optimizer_options
 from megarl.trainer.optim import LRSchedule
 
 
@@ -26,3 +28,9 @@ def test_cosine_decay_is_half_way_at_half_time() -> None:
 
 def test_without_warm_up_the_first_step_has_the_peak() -> None:
     assert LRSchedule(3e-5, 0.0, 0, "linear", 10).at(0) == 3e-5
+
+
+@pytest.mark.parametrize(("steps", "ratio", "expected"), [(0, 0.1, 5), (3, 0.0, 3), (0, 0.0, 0)])
+def test_the_warm_up_may_be_a_share_of_the_run(steps: int, ratio: float, expected: int) -> None:
+    optim = OptimConfig(lr_warmup_steps=steps, lr_warmup_steps_ratio=ratio)
+    assert build_optimizer_options(optim, 50)[1].warmup_steps == expected
