@@ -89,7 +89,7 @@ def main() -> None:
             "transformers>=5.16.1,<5.20",
             "tokenizers>=0.23",
             "safetensors>=0.6.2",
-            "huggingface_hub>=1.0",
+            "huggingface_hub>=1.31,<3",
             "sentencepiece>=0.2",
             "omegaconf>=2.4",
             "PyYAML>=6",

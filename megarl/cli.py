@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from megarl.config.hub import load_run
 from megarl.config.load import ConfigError
 from megarl.config.schema import Config
 from megarl.config.validate import find_problems
-from megarl.launch.failure import INTERRUPTED_EXIT, USER_MISTAKE_EXIT, run_rank
+from megarl.launch.failure import INTERRUPTED_EXIT, LAUNCHER_PID, USER_MISTAKE_EXIT, run_rank
 from megarl.launch.join import join_world
 from megarl.launch.local import TRAINER, World, launch_local, resolve_world
 from megarl.launch.peers import PeerWatch
@@ -162,6 +163,10 @@ def run_train(words: Sequence[str], defaults: Mapping[str, Any] | None = None, m
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="go over the file's values")
     options = parser.parse_args(list(words))
     quiet_environment()
+    if LAUNCHER_PID in os.environ or os.environ.get("RANK", "0") != "0":
+        logging.getLogger("megarl.config").setLevel(
+            logging.ERROR
+        )  # one process has said it, of all that read the words
     try:
         config, not_found = load_run(options.config, options.overrides, defaults or {})
         world = resolve_world(*_written_sizes(config, options.overrides), os.environ)

@@ -76,14 +76,14 @@ def find_model(name: str) -> str:
 
     try:
         return snapshot_download(name, allow_patterns=_FILES, local_files_only=True)
-    except OSError as error:
-        cause = error
+    except OSError as error:  # nothing there, or only some of its files
+        cause: Exception = error
     if os.environ.get("HF_HUB_OFFLINE", "").upper() not in ("1", "ON", "YES", "TRUE"):
         try:
             return snapshot_download(name, allow_patterns=_FILES)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - whatever the client raises, the user is told the other way
             cause = error
-        reason = f"it could not be downloaded ({str(cause).strip().splitlines()[0]})"
+        reason = f"it could not be downloaded ({(str(cause).strip() or type(cause).__name__).splitlines()[0]})"
     else:
         reason = "HF_HUB_OFFLINE forbids the download"
     raise ValueError(

@@ -73,3 +73,4 @@ def test_the_quick_start_of_verl_trains_two_steps_on_two_ranks_with_offload(tmp_
     assert len(rows) == 2
     assert all({"actor/pg_loss", "critic/vf_loss", "critic/rewards/mean"} <= set(row) for row in rows)
     assert "reward from by_data_source" in done.stderr
+    assert done.stderr.count("rollout.log_prob_micro_batch_size_per_gpu (command line) has no effect") == 1
