@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.algo.algorithms import ALGORITHMS
 from megarl.api_config import NUM_SUMS, Judge, PPOConfig, build_words, lacks_data
-from megarl.config.load import ConfigError, load_config, resolve_config
+from megarl.config.hub import load_run
+from megarl.config.load import ConfigError
 from megarl.config.schema import Config
 from megarl.config.validate import find_problems
 from megarl.launch.failure import run_rank
@@ -128,8 +129,8 @@ class Trainer:
             ConfigError: every problem at once.
         """
         world = find_world(os.environ)
-        config = resolve_config(load_config(None, build_words(self.config, self.algorithm, self._judges)))
-        problems = find_problems(config, 1 if world is None else world.world_size)
+        config, not_found = load_run(None, build_words(self.config, self.algorithm, self._judges))
+        problems = find_problems(config, 1 if world is None else world.world_size, not_found=not_found)
         if problems:
             raise ConfigError(problems)
         return config

@@ -28,7 +28,8 @@ from megarl import __version__
 from megarl.config.load import ConfigError, dump_config
 from megarl.config.needs import trained_roles
 from megarl.config.schema import Config, ResumeMode
-from megarl.job import Data, Job, open_job
+from megarl.job import Job, open_job
+from megarl.job_data import Data
 from megarl.launch.stop import REQUEUE_EXIT, StopRequest
 from megarl.obs.metrics import PhaseTimer
 from megarl.report import RunReport

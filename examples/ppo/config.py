@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from megarl.config.load import ConfigError, load_config, resolve_config
+from megarl.config.hub import load_run
+from megarl.config.load import ConfigError
 from megarl.config.schema import Config
 from megarl.config.validate import find_problems
 
@@ -45,10 +46,9 @@ def build_config(algorithm: str, words: list[str]) -> Config:
     Raises:
         ConfigError: every problem at once.
     """
-    config = resolve_config(
-        load_config(None, [f"algorithm.name={algorithm}", *COMMON, *EXTRA.get(algorithm, []), *words])
-    )
-    problems = find_problems(config, int(os.environ.get("WORLD_SIZE", "1")))
+    words = [f"algorithm.name={algorithm}", *COMMON, *EXTRA.get(algorithm, []), *words]
+    config, not_found = load_run(None, words)
+    problems = find_problems(config, int(os.environ.get("WORLD_SIZE", "1")), not_found=not_found)
     if problems:
         raise ConfigError(problems)
     return config

@@ -42,6 +42,7 @@ TOP = {
     "experience",
     "train_preference",
     "job",
+    "job_data",
     "plan",
     "reshard_table",
     "convert",
