@@ -189,7 +189,7 @@ class Trainer:
         else:
             opened, report, keeper = self._open()
             train(opened, report, keeper)
-            run_dir, is_complete = report.run_dir, keeper.exit_code == 0
+            run_dir, is_complete = report.run_dir, keeper.ending.code == 0
         self._is_trained = True
         import torch.distributed as dist
 

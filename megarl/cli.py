@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megarl import __version__
@@ -18,6 +19,7 @@ from megarl.config.hub import load_run
 from megarl.config.load import ConfigError
 from megarl.config.schema import Config
 from megarl.config.validate import find_problems
+from megarl.launch.ending import Ending, forget_ending, write_ending
 from megarl.launch.failure import INTERRUPTED_EXIT, LAUNCHER_PID, USER_MISTAKE_EXIT, run_rank
 from megarl.launch.join import join_world
 from megarl.launch.local import TRAINER, World, launch_local, resolve_world
@@ -204,14 +206,14 @@ def _written_sizes(config: Config, overrides: Sequence[str]) -> tuple[int | None
     return nnodes, per_node
 
 
-def _train_on_rewards(config: Config, stop: StopRequest) -> int:
-    """Trains a policy on rewards, from its checkpoint on if there is one; returns the exit code."""
+def _train_on_rewards(config: Config, stop: StopRequest) -> Ending:
+    """Trains a policy on rewards, from its checkpoint on if there is one."""
     from megarl.keeper import open_run
     from megarl.train import train
 
     job, report, keeper = open_run(config, stop)
     train(job, report, keeper)
-    return keeper.exit_code
+    return keeper.ending
 
 
 def _run_as_rank(config: Config, world: World, peers: PeerWatch) -> None:
@@ -222,16 +224,23 @@ def _run_as_rank(config: Config, world: World, peers: PeerWatch) -> None:
     join_world(world, config.trainer.timeout_s, peers)
     import torch.distributed as dist
 
-    exit_code = 0
+    assert config.trainer.default_local_dir is not None, "resolve_config sets it"
+    run_dir = Path(config.trainer.default_local_dir)
+    if world.rank == 0:
+        forget_ending(run_dir)
     if config.preference is None:
-        exit_code = _train_on_rewards(config, stop)
+        ending = _train_on_rewards(config, stop)
     else:
         from megarl.train_preference import open_preference_job, train_preference
 
-        train_preference(open_preference_job(config))
+        job = open_preference_job(config)
+        train_preference(job)
+        ending = Ending(0, f"all {job.total_steps} steps are done")
     stop.close()
+    if world.rank == 0:
+        write_ending(run_dir, ending)
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     # engines and communicators have threads of their own that may hang while they are torn down
-    os._exit(exit_code)
+    os._exit(ending.code)

@@ -30,6 +30,7 @@ from megarl.config.needs import trained_roles
 from megarl.config.schema import Config, ResumeMode
 from megarl.job import Job, open_job
 from megarl.job_data import Data
+from megarl.launch.ending import Ending
 from megarl.launch.stop import REQUEUE_EXIT, StopRequest
 from megarl.obs.metrics import PhaseTimer
 from megarl.report import RunReport
@@ -222,7 +223,7 @@ class Keeper:
         )
         self._failed_in_a_row = 0
         self._save_s = self._step_started = 0.0
-        self.exit_code = 0
+        self.ending = Ending(0, f"all {job.total_steps} steps are done")
 
     def start(self) -> tuple[RunState, dict[str, float]]:
         """Restores everything from the checkpoint, or begins anew; then the engines get the actor's weights.
@@ -264,7 +265,7 @@ class Keeper:
         """Saves what is due after `state.step` steps.
 
         Returns:
-            True when the run is to end now, saved, with `exit_code`.
+            True when the run is to end now, saved, as `ending` says.
         """
         with timer.phase("save"):
             return self._after_step(state)
@@ -282,8 +283,8 @@ class Keeper:
         self._report.export(self._job, state.step, is_last, is_due)
         if is_asked:
             why = signal.Signals(number).name if number else f"trainer.max_wall_time_s={trainer.max_wall_time_s}"
-            self._report.note(f"{why}: saved after step {state.step}; the same command goes on from here")
-            self.exit_code = REQUEUE_EXIT
+            self.ending = Ending(REQUEUE_EXIT, f"{why}: saved after step {state.step}")
+            self._report.note(f"{self.ending.why}; the same command goes on from here")
         self._step_started = time.perf_counter()
         return is_asked
 

@@ -53,7 +53,7 @@ class RunReport:
             to there, are then what its checkpoint holds.
         """
         self._config = config
-        self._started = time.perf_counter()
+        self._started, self._earlier_s = time.perf_counter(), 0.0
         assert config.trainer.default_local_dir is not None
         self.run_dir = Path(config.trainer.default_local_dir)
         self._before: Validation | None = None
@@ -64,6 +64,7 @@ class RunReport:
         self._export = BackgroundExport()
         if kept is not None:
             self._seconds, self._tokens = dict(kept["seconds"]), dict(kept["tokens"])
+            self._earlier_s = kept["whole_s"]
             if kept["before"] is not None:
                 self._before = Validation(Accuracy(**kept["before"]), {}, kept["answers"], 0)
         if dist.get_rank() == 0:
@@ -92,9 +93,14 @@ class RunReport:
         return {
             "seconds": self._seconds,
             "tokens": self._tokens,
+            "whole_s": self._whole_s(),
             "before": None if before is None else asdict(before.accuracy),
             "answers": [] if before is None else before.answers[:shown],
         }
+
+    def _whole_s(self) -> float:
+        """Seconds of this start, and of those before it up to their checkpoint."""
+        return self._earlier_s + time.perf_counter() - self._started
 
     def metrics_text(self) -> str:
         """The metrics file so far; empty where there is none."""
@@ -232,7 +238,7 @@ class RunReport:
             print_samples(console, [SampleAnswer(prompt.strip(), first, last) for prompt, first, last in shown])
         phases = {name: PhaseCost(spent, self._tokens.get(name, 0)) for name, spent in self._seconds.items()}
         accuracies = (before and before.accuracy, after and after.accuracy)
-        print_summary(console, *accuracies, phases, time.perf_counter() - self._started, self.run_dir)
+        print_summary(console, *accuracies, phases, self._whole_s(), self.run_dir)
         if "jsonl" in self._config.trainer.logger:
             from megarl.obs.plot import plot_run  # matplotlib takes a second to import
 

@@ -307,6 +307,9 @@ def _report(exits: Sequence[RankExit], num_ranks: int) -> int:
             is_loss = end.failure is not None and end.failure.is_peer_loss
             told = format_peer_loss(end.failure) if end.failure and is_loss else _describe_exit(end).splitlines()[0]
             lines.append(f"after that: {told}")
+    if first.failure is not None and first.failure.is_peer_loss:  # nobody failed of his own
+        left = [end for end in exits if end not in failed]
+        lines += [f"rank {end.rank} left before that, with exit code {end.code}" for end in left]
     if first.failure is None or not first.failure.is_user_mistake:
         lines.append(f"megarl: rank {first.rank} failed, all {num_ranks} ranks are ended")
     sys.stderr.write("\n".join(lines) + "\n")

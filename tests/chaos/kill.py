@@ -41,7 +41,8 @@ PHASES = (
     "save: clearing old ones",
 )
 START_S, GONE_S = 240.0, 30.0
-MOMENT_S = {False: 0.1, True: 0.004}  # the kill falls within this after a phase, or a stage of a save, began
+SHORT = ("reward", "sync")  # and the stages of a save
+MOMENT_S = {False: 0.1, True: 0.004}  # the kill falls within this after a phase, or a short one, began
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def kill_once(folder: Path, engine: str, phase: str, rank: int, visit: int, mome
     memory = set(os.listdir("/dev/shm"))
     if phase.removeprefix("save: ") in ("completing", "moving the pointer", "clearing old ones"):
         rank = 0  # it does this alone
-    delay = moment * MOMENT_S[":" in phase]
+    delay = moment * MOMENT_S[phase in SHORT or ":" in phase]
     (folder / "killed").unlink(missing_ok=True)
     code = wait(start(folder, engine, CHAOS_KILL=f"{rank};{phase};{visit};{delay}"), START_S)
     assert (folder / "killed").exists(), f"rank {rank} never came to {phase}:\n{(folder / 'log').read_text()[-3000:]}"

@@ -20,6 +20,11 @@ from megarl.launch.local import find_free_port
 PACKAGES = ("slurm-wlm", "munge")
 TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue")
 START_S = 60
+INDEX_S, DOWNLOAD_S, INSTALL_S = 90, 180, 300
+APT_OPTIONS = [
+    "-o", "Acquire::http::Timeout=15", "-o", "Acquire::https::Timeout=15", "-o", "Acquire::Retries=1",
+    "-o", "DPkg::Lock::Timeout=60",
+]  # fmt: skip
 
 CONF = """\
 ClusterName=one
@@ -62,10 +67,21 @@ def install_packages() -> str:
         return ""
     if shutil.which("apt-get") is None:
         return "slurm-wlm and munge are not installed, and there is no apt-get to install them"
-    for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(["apt-get", *command], env=environ, capture_output=True, text=True, check=False)
+    install = ["install", "-y", "-qq", "--no-install-recommends"]
+    for command, limit_s in (
+        (["update", "-qq"], INDEX_S),
+        ([*install, "--download-only", *PACKAGES], DOWNLOAD_S),  # apart: dpkg must not be broken off in its work
+        ([*install, "--no-download", *PACKAGES], INSTALL_S),
+    ):
+        try:
+            done = subprocess.run(
+                ["apt-get", *APT_OPTIONS, *command], env=environ, capture_output=True, text=True, check=False,
+                stdin=subprocess.DEVNULL, timeout=limit_s,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"apt-get {' '.join(command)} was not done within {limit_s} s"
         if done.returncode != 0:
-            return f"apt-get {command[0]} failed: {done.stderr.strip().splitlines()[-1:]}"
+            return f"apt-get {' '.join(command)} failed: {' '.join(done.stderr.strip().splitlines()[-1:])}"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     return f"the packages do not hold {missing}" if missing else ""
 

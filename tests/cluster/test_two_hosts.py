@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.possible import need, only_when_asked
 from tests.cluster.two_hosts import Host, two_hosts, why_impossible
 from tests.tiny_task import ROOT, read_metrics, write_job
 
-pytestmark = [
-    pytest.mark.skipif(os.environ.get("MEGARL_CLUSTER_TESTS") != "1", reason="needs root: run by `make test-slurm`"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [only_when_asked, pytest.mark.timeout(600)]
 
 TIMEOUT_S = 20
 MARGIN_S = 40  # after the time-out: asking the peers, writing down the cause, torchrun's own end
@@ -83,9 +81,7 @@ def torchrun_on_both(folder: Path, rendezvous: list[str], *more: str):
 
 @pytest.fixture(autouse=True)
 def possible() -> None:
-    why = why_impossible()
-    if why:
-        pytest.fail(why)  # asked for by name: not running it is no pass
+    need(why_impossible())
 
 
 @pytest.mark.parametrize("rendezvous", [STATIC, ELASTIC], ids=["static", "elastic"])

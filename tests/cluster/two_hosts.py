@@ -24,13 +24,16 @@ class Host:
     address: str
     name: str
 
+    def enter(self) -> list[str]:
+        """The words that go before a command to run it there, under the host's name."""
+        inside = f'hostname {self.name} && exec "$@"'
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-c", inside, "-"]
+
     def start(self, words: list[str], **environ: str) -> subprocess.Popen[str]:
         """Starts `python -m words...` there; output and error come as text."""
-        inside = f'hostname {self.name} && exec "$@"'
-        command = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-c", inside, "-"]
         network = {"GLOO_SOCKET_IFNAME": self.interface, "TP_SOCKET_IFNAME": self.interface}
         return subprocess.Popen(
-            [*command, sys.executable, "-m", *words], env=os.environ | network | environ, text=True,
+            [*self.enter(), sys.executable, "-m", *words], env=os.environ | network | environ, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
@@ -45,11 +48,14 @@ def why_impossible() -> str:
         return "network namespaces need root"
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         return "ip (iproute2) or unshare (util-linux) is not installed"
-    name = f"mrl{os.getpid()}x"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if made.returncode != 0:
-        return f"this kernel makes no network namespace: {made.stderr.strip()}"
-    _ip("netns", "del", name)
+    try:
+        with two_hosts() as hosts:
+            for host in hosts:
+                subprocess.run([*host.enter(), "true"], check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces can be made and joined here: {' '.join(error.cmd)}: {error.stderr.strip()}"
+    except OSError as error:
+        return f"no network namespaces can be made and joined here: {error}"
     return ""
 
 

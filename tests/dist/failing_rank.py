@@ -39,6 +39,8 @@ def main() -> None:
 def fail(how: str) -> None:
     if how in ("raise", "child"):
         raise RuntimeError("the sky fell")
+    if how == "leave":  # as a rank would whose data end before the others'
+        os._exit(0)
     if how == "exit":
         raise SystemExit(3)
     if how == "killed":

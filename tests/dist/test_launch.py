@@ -107,6 +107,14 @@ def test_failure_of_one_rank_ends_all_with_its_cause_on_top(
     assert_all_gone(tmp_path, within_s=1)
 
 
+def test_a_rank_that_leaves_before_the_others_is_named(tmp_path: Path) -> None:
+    process = start_local("leave", tmp_path)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert "rank 1 left before that, with exit code 0" in errors, errors
+    assert_all_gone(tmp_path, within_s=1)
+
+
 def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
     process = start_local("child", tmp_path)
     process.communicate(timeout=LIMIT_S)

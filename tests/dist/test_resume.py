@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -74,8 +75,11 @@ def copy_at(straight: Path, folder: Path, step: int) -> Path:
 @pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_resumed_run_is_bit_for_bit_the_straight_one(straight: Path, tmp_path: Path, step: int) -> None:  # F3, F4
     folder = copy_at(straight, tmp_path / "resumed", step)
-    assert f"resumed from {checkpoint(folder, step)}" in run(folder, *FOUR_RANKS)
+    told = run(folder, *FOUR_RANKS)
+    assert f"resumed from {checkpoint(folder, step)}" in told
     assert list_differences(checkpoint(straight, STEPS), checkpoint(folder, STEPS)) == []
+    shares = [int(share) for share in re.findall(r"(\d+)% │", told)]
+    assert 0 < sum(shares) <= 100 + len(shares), "phases of all starts are shares of the time of all starts"
     rows, again = read_metrics(straight), read_metrics(folder)
     assert [row["step"] for row in again] == [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [learned(row) for row in again] == [learned(row) for row in rows]
@@ -126,9 +130,13 @@ def test_what_cannot_be_resumed_is_told_in_one_message(straight: Path, tmp_path:
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return start_module(["megarl", "train"], folder, *words)
+
+
+def start_module(module: list[str], folder: Path, *words: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "megarl", "train", *list_words(folder), *OPTIONS, *words],
+        [sys.executable, "-m", *module, *list_words(folder), *OPTIONS, *words],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -157,8 +165,30 @@ def test_a_signal_saves_and_leaves_with_the_requeue_code_and_the_same_command_go
     assert f"{number.name}: saved after step" in out and "Traceback" not in errors
     stopped = len(read_metrics(folder))
     assert stopped < STEPS and checkpoint(folder, stopped).is_dir()
+    assert read_ending(folder) == {"code": 75, "why": f"{number.name}: saved after step {stopped}"}
     run(folder, *FOUR_RANKS, f"trainer.save_freq={STEPS}")
     assert list_differences(checkpoint(straight, STEPS), checkpoint(folder, STEPS)) == []
+    assert read_ending(folder) == {"code": 0, "why": f"all {STEPS} steps are done"}
+
+
+def read_ending(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "run" / "exit.json").read_text())
+
+
+@pytest.mark.long
+def test_under_torchrun_the_ending_is_told_in_a_file(straight: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "torchrun"
+    shutil.copytree(straight, folder, ignore=shutil.ignore_patterns("run"))
+    process = start_module(
+        ["torch.distributed.run", "--standalone", "--nproc-per-node=4", "--shutdown-timeout=100", "-m", "megarl.train"],
+        folder, *FOUR_RANKS, "trainer.save_freq=-1",
+    )  # fmt: skip
+    wait_for_step(folder, 1, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    stopped = len(read_metrics(folder))
+    assert process.returncode not in (0, 75) and checkpoint(folder, stopped).is_dir(), errors
+    assert read_ending(folder) == {"code": 75, "why": f"SIGTERM: saved after step {stopped}"}
 
 
 @pytest.mark.long

@@ -105,15 +105,18 @@ def test_gate_up_and_experts_come_back_where_they_were(tmp_path) -> None:  # cas
     assert all(torch.equal(read_whole(source, name), tensor) for name, tensor in tensors.items())
 
 
-def test_a_padded_vocabulary_comes_back_without_its_padding(tmp_path) -> None:  # case A4
-    path = save_hf_model(tmp_path / "model", "llama", tie_word_embeddings=False, num_key_value_heads=4)
+@pytest.mark.parametrize(("size", "parts"), [(500, [128, 128, 128, 116]), (50257, [12672, 12672, 12672, 12241])])
+def test_a_padded_vocabulary_comes_back_without_its_padding(tmp_path, size: int, parts: list[int]) -> None:  # case A4
+    changes = {"vocab_size": size, "hidden_size": 32, "head_dim": 8, "num_key_value_heads": 4}
+    path = save_hf_model(tmp_path / "model", "llama", tie_word_embeddings=False, **changes)
     assert there(path, tmp_path / "ckpt", "--tp", "4") == 0
     stored = read_tensors(tmp_path / "ckpt")
-    assert stored["embedding.word_embeddings.weight"].shape == stored["output_layer.weight"].shape == (500, 128)
-    assert [chunk.shape[0] for chunk in stored["output_layer.weight"].chunks] == [128, 128, 128, 116]
+    assert stored["embedding.word_embeddings.weight"].shape == stored["output_layer.weight"].shape == (size, 32)
+    assert [chunk.shape[0] for chunk in stored["output_layer.weight"].chunks] == parts
     assert back(tmp_path / "ckpt", tmp_path / "back") == 0
-    assert read_folder(tmp_path / "back")["lm_head.weight"].shape == (500, 128)
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 500
+    assert read_folder(tmp_path / "back")["lm_head.weight"].shape == (size, 32)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "back")]
+    assert configs[0] == configs[1] and configs[1]["vocab_size"] == size
 
 
 def test_an_unusual_prefix_comes_back_as_the_usual_one(tmp_path) -> None:  # case A1
