@@ -75,7 +75,7 @@ class Trainer:
             if name is not None:
                 self._judges[section] = name
         self._run: tuple[Job, RunReport, Keeper] | None = None
-        self._preferences: PreferenceJob | None = None
+        self._preferences: tuple[PreferenceJob, RunReport, Keeper] | None = None
         self._peers: PeerWatch | None = None
         self._is_trained = False
 
@@ -171,11 +171,12 @@ class Trainer:
                 log.warning("no prompts and no train_files: trained on %d sums of two one-digit numbers", NUM_SUMS)
         return self._run
 
-    def _open_preferences(self) -> PreferenceJob:
+    def _open_preferences(self) -> tuple[PreferenceJob, RunReport, Keeper]:
         if self._preferences is None:
-            from megarl.train_preference import open_preference_job
+            from megarl.train_preference import open_preference_run
 
-            self._preferences = open_preference_job(self.build_config())
+            config = self.build_config()
+            self._preferences = open_preference_run(config, StopRequest(config.trainer.max_wall_time_s))
         return self._preferences
 
     def _train(self) -> TrainResult:
@@ -183,19 +184,17 @@ class Trainer:
         from megarl.train_preference import train_preference
 
         if ALGORITHMS[self.algorithm].advantage is None:
-            job = self._open_preferences()
-            train_preference(job)
-            run_dir, is_complete = Path(str(job.config.trainer.default_local_dir)), True
+            job, report, keeper = self._open_preferences()
+            train_preference(job, report, keeper)
         else:
             opened, report, keeper = self._open()
             train(opened, report, keeper)
-            run_dir, is_complete = report.run_dir, keeper.ending.code == 0
         self._is_trained = True
         import torch.distributed as dist
 
-        metrics = run_dir / "metrics.jsonl"
+        metrics = report.run_dir / "metrics.jsonl"
         lines = metrics.read_text().splitlines() if dist.get_rank() == 0 and metrics.is_file() else []
-        return TrainResult(run_dir, tuple(json.loads(line) for line in lines), is_complete)
+        return TrainResult(report.run_dir, tuple(json.loads(line) for line in lines), keeper.ending.code == 0)
 
     def _generate(self, prompts: Sequence[str], temperature: float, max_tokens: int | None) -> list[str]:
         from megarl.records import Sampling
@@ -222,19 +221,17 @@ class Trainer:
     def _save(self, folder: Path) -> None:
         import torch.distributed as dist
 
-        from megarl.report import gather_role
+        from megarl.report import gather_role, list_exports
+        from megarl.train_preference import exported_role
         from megarl.weights.hf import save_hf_folder
 
         if ALGORITHMS[self.algorithm].advantage is None:
-            preferences = self._open_preferences()
-            config, head = preferences.config, preferences.facts.head
-            tensors, dtype = gather_role(preferences.actor, preferences.topologies["actor"], config.actor, head)
+            exported = exported_role(self._open_preferences()[0])
         else:
-            job, _, _ = self._open()
-            config = job.config
-            tensors, dtype = gather_role(job.actor, job.topologies["actor"], config.actor, "policy")
+            exported = list_exports(self._open()[0], is_last=False)[0]
+        tensors, dtype = gather_role(exported)
         if dist.get_rank() == 0:
-            save_hf_folder(tensors, folder, str(config.actor.model_path), dtype)
+            save_hf_folder(tensors, folder, str(exported.settings.model_path), dtype)
         else:
             for _ in tensors:
                 continue

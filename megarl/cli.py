@@ -206,8 +206,8 @@ def _written_sizes(config: Config, overrides: Sequence[str]) -> tuple[int | None
     return nnodes, per_node
 
 
-def _train_on_rewards(config: Config, stop: StopRequest) -> Ending:
-    """Trains a policy on rewards, from its checkpoint on if there is one."""
+def train_on_rewards(config: Config, stop: StopRequest) -> Ending:
+    """Trains a policy on rewards, from its checkpoint on if there is one. A collective of the world."""
     from megarl.keeper import open_run
     from megarl.train import train
 
@@ -216,11 +216,20 @@ def _train_on_rewards(config: Config, stop: StopRequest) -> Ending:
     return keeper.ending
 
 
+def train_on_preferences(config: Config, stop: StopRequest) -> Ending:
+    """Trains a policy or a reward model on preferences, from its checkpoint on if there is one. A collective of the
+    world."""
+    from megarl.train_preference import open_preference_run, train_preference
+
+    job, report, keeper = open_preference_run(config, stop)
+    train_preference(job, report, keeper)
+    return keeper.ending
+
+
 def _run_as_rank(config: Config, world: World, peers: PeerWatch) -> None:
     """Joins the process group, trains, and leaves it."""
     stop = StopRequest(config.trainer.max_wall_time_s)
-    if config.preference is None:  # training on preferences has no checkpoint to save: a signal ends it
-        stop.install()
+    stop.install()
     join_world(world, config.trainer.timeout_s, peers)
     import torch.distributed as dist
 
@@ -228,14 +237,7 @@ def _run_as_rank(config: Config, world: World, peers: PeerWatch) -> None:
     run_dir = Path(config.trainer.default_local_dir)
     if world.rank == 0:
         forget_ending(run_dir)
-    if config.preference is None:
-        ending = _train_on_rewards(config, stop)
-    else:
-        from megarl.train_preference import open_preference_job, train_preference
-
-        job = open_preference_job(config)
-        train_preference(job)
-        ending = Ending(0, f"all {job.total_steps} steps are done")
+    ending = (train_on_rewards if config.preference is None else train_on_preferences)(config, stop)
     stop.close()
     if world.rank == 0:
         write_ending(run_dir, ending)

@@ -188,13 +188,13 @@ def can_update_together(config: Config, topologies: Mapping[str, Topology]) -> b
 
 def open_job(
     config: Config,
-    check_data: Callable[[Data], None] | None = None,
+    check_data: Callable[[PromptStream], None] | None = None,
     given: Mapping[str, Scorer] = MappingProxyType({}),
 ) -> Job:
     """Reads the data and builds every role and engine. A collective of the world.
 
     Args:
-        check_data: called with what was read, before any model is built; raises ConfigError.
+        check_data: called with the training prompts, before any model is built; raises ConfigError.
         given: the object behind a source with `given=true`, by section ("reward", "cost").
 
     Raises:
@@ -202,7 +202,7 @@ def open_job(
     """
     data = open_data(config, given)
     if check_data is not None:
-        check_data(data)
+        check_data(data.stream)
     steps = data.stream.steps_per_epoch * config.trainer.total_epochs
     total_steps = steps if config.trainer.total_training_steps is None else config.trainer.total_training_steps
     topologies = plan_topologies(config, dist.get_world_size())

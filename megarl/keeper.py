@@ -15,7 +15,7 @@ import logging
 import platform
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,17 +29,18 @@ from megarl.config.load import ConfigError, dump_config
 from megarl.config.needs import trained_roles
 from megarl.config.schema import Config, ResumeMode
 from megarl.job import Job, open_job
-from megarl.job_data import Data
 from megarl.launch.ending import Ending
 from megarl.launch.stop import REQUEUE_EXIT, StopRequest
 from megarl.obs.metrics import PhaseTimer
-from megarl.report import RunReport
+from megarl.report import Exported, RunReport, list_exports
 from megarl.reward.verdict import Scorer
-from megarl.rollout.prompts import StreamPosition
+from megarl.rollout.prompts import PromptStream, StreamPosition
 from megarl.trainer import checkpoint_files as files
 from megarl.trainer.checkpoint import CheckpointWriter, load_roles, read_rng, read_state
+from megarl.trainer.offload import Offload
 from megarl.trainer.rng import restore_rng
 from megarl.trainer.role_state import find_mismatches
+from megarl.trainer.roles import Role
 from megarl.trainer.run_state import RunState, run_state_from
 from megarl.trainer.sharded_folder import CheckpointFailed
 
@@ -59,9 +60,9 @@ class Resume:
     def step(self) -> int:
         return int(self.state["step"])
 
-    def check_data(self, data: Data) -> None:
+    def check_data(self, stream: PromptStream) -> None:
         """Raises ConfigError when the run would go on with other data: its place in them would mean nothing."""
-        was, now = self.state["data"], describe_data(data)
+        was, now = self.state["data"], describe_data(stream)
         if was != now:
             raise ConfigError([
                 f"{self.path} was made with other training data ({was['prompts']} prompts, {was['steps_per_epoch']} "
@@ -85,9 +86,8 @@ def open_run(
     """
     resume = choose_checkpoint(config)
     job = open_job(config, None if resume is None else resume.check_data, given)
-    first_step, kept, history = (0, None, "") if resume is None else read_history(resume)
-    report = RunReport(config, job.total_steps, first_step, kept, history)
-    return job, report, Keeper(job, report, resume, stop)
+    report = open_report(config, job.total_steps, resume)
+    return job, report, Keeper(keep_job(job), report, resume, stop)
 
 
 def checkpoint_root(config: Config) -> Path:
@@ -177,15 +177,17 @@ def _flat_lines(text: str) -> list[tuple[str, str]]:
     return flat
 
 
-def read_history(resume: Resume) -> tuple[int, dict[str, Any], str]:
-    """What `RunReport` needs of a run's past: its steps, the report's own state, the metrics file."""
+def open_report(config: Config, total_steps: int, resume: Resume | None) -> RunReport:
+    """The report of a run, with its past where it has one: steps, the report's own state, the metrics file."""
+    if resume is None:
+        return RunReport(config, total_steps)
     metrics = resume.path / "metrics.jsonl"
-    return resume.step, resume.state["report"], metrics.read_text() if metrics.is_file() else ""
+    history = metrics.read_text() if metrics.is_file() else ""
+    return RunReport(config, total_steps, resume.step, resume.state["report"], history)
 
 
-def describe_data(data: Data) -> dict[str, Any]:
+def describe_data(stream: PromptStream) -> dict[str, Any]:
     """What must be the same for a position in the training data to mean the same prompts."""
-    stream = data.stream
     return {
         "prompts": stream.num_prompts,
         "steps_per_epoch": stream.steps_per_epoch,
@@ -204,22 +206,53 @@ def describe_versions() -> dict[str, str]:
     return versions
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a job gives into keeping.
+
+    roles: those that learn, by name, in the same order on all ranks; None where this rank is outside.
+    sync_weights: hands the engines the actor's weights of a version; its metrics.
+    list_exports: the roles to write as Hugging Face folders, after the last step (True) or before.
+    """
+
+    config: Config
+    roles: dict[str, Role | None]
+    stream: PromptStream
+    total_steps: int
+    offloads: dict[str, Offload]
+    sync_weights: Callable[[int], dict[str, float]]
+    list_exports: Callable[[bool], list[Exported]]
+
+
+def keep_job(job: Job) -> Kept:
+    """What training on rewards gives into keeping."""
+    return Kept(
+        config=job.config,
+        roles={name: job.role(name) for name in trained_roles(job.config)},
+        stream=job.data.stream,
+        total_steps=job.total_steps,
+        offloads=job.offloads,
+        sync_weights=job.sync_weights,
+        list_exports=lambda is_last: list_exports(job, is_last),
+    )
+
+
 class Keeper:
     """One rank's part in keeping a run; every method is a collective of the world.
 
     Args:
+        job: what is kept.
         resume: what `choose_checkpoint` gave.
         stop: what may ask this rank to stop.
     """
 
-    def __init__(self, job: Job, report: RunReport, resume: Resume | None, stop: StopRequest) -> None:
+    def __init__(self, job: Kept, report: RunReport, resume: Resume | None, stop: StopRequest) -> None:
         trainer = job.config.trainer
         self._job, self._report, self._resume, self._stop = job, report, resume, stop
-        self._roles = {name: job.role(name) for name in trained_roles(job.config)}
         self._root = checkpoint_root(job.config)
-        self._data = describe_data(job.data)
+        self._data = describe_data(job.stream)
         self._writer = CheckpointWriter(
-            self._root, self._roles, trainer.max_ckpt_to_keep, trainer.async_save, job.offloads
+            self._root, job.roles, trainer.max_ckpt_to_keep, trainer.async_save, job.offloads
         )
         self._failed_in_a_row = 0
         self._save_s = self._step_started = 0.0
@@ -231,18 +264,18 @@ class Keeper:
         Returns:
             The state for the loop, and the metrics of that first transfer.
         """
-        state = RunState(updates=dict.fromkeys(self._roles, 0))
+        state = RunState(updates=dict.fromkeys(self._job.roles, 0))
         resume = self._resume
         if resume is not None:
             started = time.perf_counter()
             adam_steps = {name: facts["adam_step"] for name, facts in resume.state["roles"].items()}
-            for name, role in self._roles.items():
+            for name, role in self._job.roles.items():
                 problems = [] if role is None else find_mismatches(role, resume.path / name, adam_steps[name])
                 if problems:
                     raise ConfigError([f"{resume.path / name}: {problem}" for problem in problems])
-            load_roles(resume.path, self._roles)
+            load_roles(resume.path, self._job.roles)
             state = run_state_from(resume.state["run"])
-            self._job.data.stream.seek(StreamPosition(**resume.state["stream"]))
+            self._job.stream.seek(StreamPosition(**resume.state["stream"]))
             log.info("resumed from %s in %.1f s", resume.path, time.perf_counter() - started)
             self._warn_of_schedules(resume)
             if state.step >= self._job.total_steps:
@@ -280,7 +313,7 @@ class Keeper:
             self._finish(must_succeed=False)
         if is_due or is_asked:
             self._save(state, must_succeed=is_asked or is_last)
-        self._report.export(self._job, state.step, is_last, is_due)
+        self._report.export(self._job.list_exports(is_last), self._job.offloads, state.step, is_last, is_due)
         if is_asked:
             why = signal.Signals(number).name if number else f"trainer.max_wall_time_s={trainer.max_wall_time_s}"
             self.ending = Ending(REQUEUE_EXIT, f"{why}: saved after step {state.step}")
@@ -309,7 +342,7 @@ class Keeper:
         job = self._job
         small = {
             "run": state.to_plain(),
-            "stream": dataclasses.asdict(job.data.stream.position),
+            "stream": dataclasses.asdict(job.stream.position),
             "data": self._data,
             "world_size": dist.get_world_size(),
             "versions": describe_versions(),
@@ -344,7 +377,7 @@ class Keeper:
             log.error("not saved (%d in a row, trainer.max_failed_saves=%d): %s", self._failed_in_a_row, limit, error)
 
     def _warn_of_schedules(self, resume: Resume) -> None:
-        for name, role in self._roles.items():
+        for name, role in self._job.roles.items():
             was = resume.state["roles"][name]["schedule"]
             if role is not None and role.training is not None and vars(role.training.schedule) != was:
                 log.warning("%s: the learning rate follows %s, before it was %s", name, role.training.schedule, was)

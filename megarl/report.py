@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from megarl.parallel.topology import Topology
 from megarl.records import PackedBatch, Prompt, Rollout
 from megarl.reward.score import Rewards
 from megarl.trainer.judge import Judged, describe
+from megarl.trainer.offload import Offload
 from megarl.trainer.roles import Role
 from megarl.validation import Validation
 from megarl.weights.gather import gather_hf_tensors
@@ -117,12 +118,16 @@ class RunReport:
         if self._logger is not None:
             self._logger.note(text)
 
+    def log(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Writes metrics that are not a step's: those before the first."""
+        if self._logger is not None:
+            self._logger.log(step, epoch, metrics)
+
     def validated(self, step: int, validation: Validation) -> None:
         """Notes a validation; the first one is "before", the last one "after"."""
         if step == 0:
             self._before = validation
-            if self._logger is not None:
-                self._logger.log(0, 1, validation.metrics)
+            self.log(0, 1, validation.metrics)
         self._after = validation
 
     def step(
@@ -191,8 +196,10 @@ class RunReport:
             )
         write_rollouts(self.run_dir, step, rows)
 
-    def export(self, job: Job, step: int, is_last: bool, is_due: bool) -> None:
-        """Writes the actor (and at the end the critic) as Hugging Face folders, where asked; a collective.
+    def export(
+        self, roles: Sequence[Exported], offloads: Mapping[str, Offload], step: int, is_last: bool, is_due: bool
+    ) -> None:
+        """Writes roles as Hugging Face folders, where asked; a collective.
 
         Only the gathering holds the run up: the files are written on a thread, and one that fails is told.
         """
@@ -200,14 +207,10 @@ class RunReport:
         trainer = self._config.trainer
         if not (trainer.save_hf and (is_due or is_last)) and not (is_last and trainer.save_hf_at_end):
             return
-        for offload in job.offloads.values():
+        for offload in offloads.values():
             offload.return_params()
-        folder = self.run_dir / "hf" / f"step_{step}"
-        heads: dict[str, HeadKind] = {"actor": "policy"}
-        if is_last:
-            heads |= dict.fromkeys(job.critics, "value")
-        for name, head in heads.items():
-            export_role(job.role(name), job.topologies[name], job.settings(name), head, folder / name, self._export)
+        for each in roles:
+            export_role(each, self.run_dir / "hf" / f"step_{step}" / each.name, self._export)
 
     def wait_for_export(self) -> None:
         """Returns when nothing is being written any more."""
@@ -218,8 +221,12 @@ class RunReport:
         for line in self._export.take_messages():
             self.note(line)
 
-    def finish(self, job: Job) -> None:
-        """Prints the closing tables and draws the picture."""
+    def finish(self, held_out: Sequence[Prompt] = (), tokenizer: Any = None) -> None:
+        """Prints the closing tables and draws the picture.
+
+        Args:
+            held_out: the validated prompts, some of which are shown with their answers; `tokenizer` decodes them.
+        """
         if self._logger is None:
             return
         self._logger.close()
@@ -228,9 +235,9 @@ class RunReport:
         before = self._before if self._before is not after else None
         if before is not None and after is not None:
             count = self._config.trainer.num_samples_to_show
-            asked = [prompt.token_ids for prompt in job.data.held_out[:count]]
+            asked = [prompt.token_ids for prompt in held_out[:count]]
             shown = zip(
-                job.data.tokenizer.batch_decode(asked, skip_special_tokens=True),
+                tokenizer.batch_decode(asked, skip_special_tokens=True),
                 before.answers[:count],
                 after.answers[:count],
                 strict=False,  # a checkpoint holds as many answers as were shown when it was made
@@ -246,40 +253,50 @@ class RunReport:
             plot_run(self.run_dir / "metrics.jsonl", self.run_dir / "progress.png", title)
 
 
-def export_role(
-    role: Role | None,
-    topology: Topology,
-    settings: ActorConfig | CriticConfig,
-    head: HeadKind,
-    out: Path,
-    export: BackgroundExport,
-) -> None:
-    """Hands one role to `export` on rank 0, to be written as a Hugging Face folder; a collective of the world.
+@dataclass(frozen=True)
+class Exported:
+    """A role that is written as a Hugging Face folder `name`; `role` is None on ranks outside `topology`."""
 
-    Args:
-        role: None on ranks outside `topology`.
-    """
-    assert settings.model_path is not None
-    tensors, dtype = gather_role(role, topology, settings, head)
+    name: str
+    role: Role | None
+    topology: Topology
+    settings: ActorConfig | CriticConfig
+    head: HeadKind
+
+
+def list_exports(job: Job, is_last: bool) -> list[Exported]:
+    """The actor; after the last step the critics too."""
+    heads: dict[str, HeadKind] = {"actor": "policy"}
+    if is_last:
+        heads |= dict.fromkeys(job.critics, "value")
+    return [
+        Exported(name, job.role(name), job.topologies[name], job.settings(name), head) for name, head in heads.items()
+    ]
+
+
+def export_role(exported: Exported, out: Path, export: BackgroundExport) -> None:
+    """Hands one role to `export` on rank 0, to be written as a Hugging Face folder; a collective of the world."""
+    source = exported.settings.model_path
+    assert source is not None
+    tensors, dtype = gather_role(exported)
     if dist.get_rank() == 0:
-        export.run(tensors, out, settings.model_path, dtype)
+        export.run(tensors, out, source, dtype)
     else:
         for _ in tensors:
             continue
 
 
-def gather_role(
-    role: Role | None, topology: Topology, settings: ActorConfig | CriticConfig, head: HeadKind
-) -> tuple[Iterator[tuple[str, Tensor]], torch.dtype]:
+def gather_role(exported: Exported) -> tuple[Iterator[tuple[str, Tensor]], torch.dtype]:
     """One role's tensors by their Hugging Face names, whole on rank 0, and the dtype it computes in.
 
     To run through the tensors is a collective of the world.
     """
+    settings = exported.settings
     assert settings.model_path is not None
     family, spec = read_model_spec(settings.model_path)
     dtype = device.pick_dtype(settings.dtype.value)
-    weights = None if role is None else role.weights()
-    return gather_hf_tensors(family, spec, topology, weights, dtype, device.device(), head), dtype
+    weights = None if exported.role is None else exported.role.weights()
+    return gather_hf_tensors(family, spec, exported.topology, weights, dtype, device.device(), exported.head), dtype
 
 
 def describe_batch(batch: PackedBatch, judged: Judged, rewards: Rewards) -> dict[str, float]:

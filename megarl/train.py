@@ -80,7 +80,7 @@ def train(job: Job, report: RunReport, keeper: Keeper) -> None:
         if keeper.after_step(state, timer):
             break
     keeper.close()
-    report.finish(job)
+    report.finish(job.data.held_out, job.data.tokenizer)
 
 
 if __name__ == "__main__":

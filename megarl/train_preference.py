@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,16 +23,18 @@ import torch.distributed as dist
 
 from megarl import device
 from megarl.algo.algorithms import PREFERENCES, PreferenceFacts
-from megarl.config.load import ConfigError, dump_config
+from megarl.config.load import ConfigError
 from megarl.config.needs import needs_reference
 from megarl.config.schema import Config, PreferenceConfig
 from megarl.job import build_optimizer_options, plan_topologies, splits_gradients
+from megarl.keeper import Keeper, Kept, choose_checkpoint, open_report
+from megarl.launch.stop import StopRequest
 from megarl.models.build import BuildOptions
 from megarl.models.registry import read_model_spec
-from megarl.obs.metrics import MetricsLogger, PhaseTimer
+from megarl.obs.metrics import PhaseTimer
 from megarl.parallel.groups import GroupCache, build_groups
 from megarl.parallel.topology import Topology
-from megarl.report import export_role
+from megarl.report import Exported, RunReport
 from megarl.rollout.pairs import Columns, Example, build_examples, mismatch_examples, pack_examples
 from megarl.rollout.prompts import PromptStream
 from megarl.rollout.rows import load_rows
@@ -46,8 +48,8 @@ from megarl.trainer.preference import (
     update_on_preferences,
 )
 from megarl.trainer.roles import Role, build_role
+from megarl.trainer.run_state import finish_step
 from megarl.trainer.update import PipelineOptions, UpdateResult
-from megarl.weights.hf_export import BackgroundExport
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +70,11 @@ class PreferenceJob:
     total_steps: int
 
 
-def open_preference_job(config: Config) -> PreferenceJob:
+def open_preference_job(config: Config, check_data: Callable[[PromptStream], None] | None = None) -> PreferenceJob:
     """Reads the data, then builds the roles. A collective of the world.
+
+    Args:
+        check_data: called with the training examples' prompts, before any model is built; raises ConfigError.
 
     Raises:
         ConfigError: something about the user's files that only shows when they are read.
@@ -95,6 +100,8 @@ def open_preference_job(config: Config) -> PreferenceJob:
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error
+    if check_data is not None:
+        check_data(stream)
     steps = stream.steps_per_epoch * config.trainer.total_epochs
     total_steps = steps if config.trainer.total_training_steps is None else config.trainer.total_training_steps
     topologies = plan_topologies(config, dist.get_world_size())
@@ -151,56 +158,70 @@ def read_examples(
     return examples
 
 
-def train_preference(job: PreferenceJob) -> None:
-    """Runs the whole job on this rank."""
+def open_preference_run(config: Config, stop: StopRequest) -> tuple[PreferenceJob, RunReport, Keeper]:
+    """Sets a run up, from the checkpoint that `trainer.resume_mode` leads to if there is one; a collective.
+
+    Args:
+        stop: what may ask this rank to stop.
+
+    Raises:
+        ConfigError: something about the user's files or options that only shows when they are read.
+    """
+    resume = choose_checkpoint(config)
+    job = open_preference_job(config, None if resume is None else resume.check_data)
+    report = open_report(config, job.total_steps, resume)
+    kept = Kept(
+        config=config,
+        roles={"actor": job.actor},
+        stream=job.stream,
+        total_steps=job.total_steps,
+        offloads={},
+        sync_weights=lambda version: {},  # there is no engine
+        list_exports=lambda is_last: [exported_role(job)],
+    )
+    return job, report, Keeper(kept, report, resume, stop)
+
+
+def exported_role(job: PreferenceJob) -> Exported:
+    """The policy, or the reward model with its head."""
+    name = "reward_model" if job.facts.head == "value" else "actor"
+    return Exported(name, job.actor, job.topologies["actor"], job.config.actor, job.facts.head)
+
+
+def train_preference(job: PreferenceJob, report: RunReport, keeper: Keeper) -> None:
+    """Runs the whole job on this rank, from where a checkpoint left it."""
     config, timer = job.config, PhaseTimer(device.synchronize)
-    logger, run_dir = open_logger(job)
-    export = BackgroundExport()
-    skipped_in_a_row = 0
-    if config.trainer.val_before_train and job.held_out:
-        metrics = validate(job, timer)
-        if logger is not None:
-            logger.log(0, 1, metrics)
-    for step in range(1, job.total_steps + 1):
+    state, _ = keeper.start()
+    if state.step == 0 and config.trainer.val_before_train and job.held_out:
+        report.log(0, 1, validate(job, timer))
+    for step in range(state.step + 1, job.total_steps + 1):
         started = time.perf_counter()
         epoch = job.stream.position.epoch + 1
         examples = [job.examples[prompt.row] for prompt in job.stream.next_batch()]
         data = prepare(job, examples, timer)
         with timer.phase("update_actor"):
-            result = update(job, data, step)
-        skipped_in_a_row = skipped_in_a_row + 1 if result.num_skipped else 0
-        if skipped_in_a_row > config.trainer.max_skipped_steps:
-            raise RuntimeError(
-                f"{skipped_in_a_row} steps in a row had gradients that are not finite (trainer.max_skipped_steps="
-                f"{config.trainer.max_skipped_steps}); the weights are those of step {step - skipped_in_a_row}"
-            )
+            result = update(job, data, state.updates["actor"])
+        state.updates["actor"] += 1
+        report.warn(result.sources)
         metrics = dict(result.stats) | {"training/skipped_updates": float(result.num_skipped)}
         is_last = step == job.total_steps
         if job.held_out and (is_last or (config.trainer.test_freq > 0 and step % config.trainer.test_freq == 0)):
             metrics |= validate(job, timer)
-        seconds = time.perf_counter() - started
-        metrics |= timer.take() | {"timing_s/step": seconds, "perf/throughput": data.batch.num_tokens / seconds}
-        if logger is not None:
-            logger.log(step, epoch, metrics)
-        is_due = config.trainer.save_freq > 0 and step % config.trainer.save_freq == 0
-        if is_due or (is_last and config.trainer.save_hf_at_end):
-            name = "reward_model" if job.facts.head == "value" else "actor"
-            out = run_dir / "hf" / f"step_{step}" / name
-            export_role(job.actor, job.topologies["actor"], config.actor, job.facts.head, out, export)
-    export.wait()
-    if logger is not None:
-        for line in export.take_messages():
-            logger.note(line)
-        logger.close()
+        report.step(step, epoch, metrics, timer, time.perf_counter() - started, data.batch)
+        finish_step(state, result.num_skipped, config.trainer.max_skipped_steps)
+        if keeper.after_step(state, timer):
+            break
+    keeper.close()
+    report.finish()
 
 
-def update(job: PreferenceJob, data: Preferences, step: int) -> UpdateResult:
-    """One optimizer step; every rank of the job gets its statistics."""
+def update(job: PreferenceJob, data: Preferences, num_updates: int) -> UpdateResult:
+    """One optimizer step, after `num_updates` before it; every rank of the job gets its statistics."""
     done: list[UpdateResult | None] = [None]
     if job.actor is not None:
         choice = job.config.pipeline.schedule.value
         options = PipelineOptions("auto" if choice == "fused" else choice, job.config.pipeline.max_live_micro_batches)
-        done[0], _ = update_on_preferences(job.actor, job.options, data, step - 1, options, Profile())
+        done[0], _ = update_on_preferences(job.actor, job.options, data, num_updates, options, Profile())
     dist.broadcast_object_list(done, src=job.topologies["actor"].ranks[0], device=torch.device("cpu"))
     assert done[0] is not None
     return done[0]
@@ -228,16 +249,3 @@ def validate(job: PreferenceJob, timer: PhaseTimer) -> dict[str, float]:
     with timer.phase("testing"):
         stats = evaluate_preferences(job.actor, job.options, data)
     return {f"val/{name.removeprefix('preference/')}": value for name, value in stats.items()}
-
-
-def open_logger(job: PreferenceJob) -> tuple[MetricsLogger | None, Path]:
-    """Rank 0's logger, and the folder of the run."""
-    trainer = job.config.trainer
-    assert trainer.default_local_dir is not None
-    run_dir = Path(trainer.default_local_dir)
-    if dist.get_rank() != 0:
-        return None, run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(dump_config(job.config))
-    names = trainer.project_name, trainer.experiment_name
-    return MetricsLogger(run_dir, trainer.logger, job.total_steps, *names), run_dir

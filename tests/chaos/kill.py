@@ -41,8 +41,9 @@ PHASES = (
     "save: clearing old ones",
 )
 START_S, GONE_S = 240.0, 30.0
-SHORT = ("reward", "sync")  # and the stages of a save
-MOMENT_S = {False: 0.1, True: 0.004}  # the kill falls within this after a phase, or a short one, began
+ALONE = ("reward", "completing", "moving the pointer", "clearing old ones")  # rank 0 does it, the others wait
+MOMENT_S = {"reward": 0.001, "sync": 0.004, "save": 0.004}  # the kill falls within this after its phase began
+LONG_MOMENT_S = 0.1  # for the other phases
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,9 @@ def start(folder: Path, engine: str, **environ: str) -> subprocess.Popen[bytes]:
 def kill_once(folder: Path, engine: str, phase: str, rank: int, visit: int, moment: float) -> Kill:
     """Starts the run and has one rank killed in `phase` of its first or second step, early or late in it."""
     memory = set(os.listdir("/dev/shm"))
-    if phase.removeprefix("save: ") in ("completing", "moving the pointer", "clearing old ones"):
-        rank = 0  # it does this alone
-    delay = moment * MOMENT_S[phase in SHORT or ":" in phase]
+    if phase.removeprefix("save: ") in ALONE:
+        rank = 0
+    delay = moment * MOMENT_S.get(phase.partition(":")[0], LONG_MOMENT_S)
     (folder / "killed").unlink(missing_ok=True)
     code = wait(start(folder, engine, CHAOS_KILL=f"{rank};{phase};{visit};{delay}"), START_S)
     assert (folder / "killed").exists(), f"rank {rank} never came to {phase}:\n{(folder / 'log').read_text()[-3000:]}"

@@ -50,16 +50,17 @@ def write_pairs(folder: Path) -> list[str]:
 
 
 def train_all(rank: int, world_size: int, cases: dict[str, list[str]]) -> dict[str, list[dict[str, float]]]:
+    from megarl.cli import train_on_preferences
     from megarl.config.load import load_config, resolve_config
     from megarl.config.validate import find_problems
+    from megarl.launch.stop import StopRequest
     from megarl.obs.metrics import read_metrics as read
-    from megarl.train_preference import open_preference_job, train_preference
 
     rows: dict[str, list[dict[str, float]]] = {}
     for name, words in cases.items():
         config = resolve_config(load_config(None, words))
         assert find_problems(config, world_size) == [], name
-        train_preference(open_preference_job(config))
+        train_on_preferences(config, StopRequest())
         if rank == 0:
             rows[name] = read(Path(str(config.trainer.default_local_dir)) / "metrics.jsonl")
     return rows
