@@ -46,6 +46,7 @@ from megarl.residents import make_room_for_engines, open_offloads
 from megarl.reward.verdict import Scorer
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.naive_engine import NaiveEngine
+from megarl.rollout.prompts import PromptStream
 from megarl.trainer.next_token import build_next_logits
 from megarl.trainer.offload import Offload
 from megarl.trainer.optim import AdamOptions, LRSchedule
