@@ -34,6 +34,8 @@ CONSOLE_FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("Accuracy", ("preference/accuracy",), ".3f"),
     ("KL", ("actor/reward_kl_penalty", "actor/kl_loss"), ".4f"),
     ("Reward", ("critic/score/mean", "critic/rewards/mean"), ".3f"),
+    ("Cost", ("cost/mean",), ".3f"),
+    ("λ", ("lagrange/multiplier",), ".3f"),
     ("Len", ("response_length/mean",), ".1f"),
     ("tok/s", ("perf/throughput",), ".0f"),
     ("Held-out loss", ("val/loss",), ".4f"),

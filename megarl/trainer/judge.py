@@ -140,7 +140,7 @@ def judge(
     metrics |= describe("critic/advantages", found.advantages[mask])
     metrics |= describe_critic("critic", evidence.values, found.returns, policy)
     metrics |= describe_critic("cost_critic", evidence.cost_values, found.cost_returns, policy)
-    metrics |= _describe_scores(evidence, batch, coefficients)
+    metrics |= _describe_scores(evidence, batch, coefficients, algorithm.lagrange.cost_limit)
     metrics |= describe_mismatch(evidence.old_logprobs, batch.rollout_logprobs, policy, importance)
     known = Scores(
         old_logprobs=evidence.old_logprobs,
@@ -199,7 +199,9 @@ def _correct(algorithm: AlgorithmConfig, batch: PackedBatch, old_logprobs: Tenso
     )
 
 
-def _describe_scores(evidence: Evidence, batch: PackedBatch, coefficients: Coefficients) -> dict[str, float]:
+def _describe_scores(
+    evidence: Evidence, batch: PackedBatch, coefficients: Coefficients, cost_limit: float
+) -> dict[str, float]:
     """Groups, greedy answers and costs, where there are any."""
     kept = ~evidence.is_failed
     metrics: dict[str, float] = {}
@@ -212,6 +214,7 @@ def _describe_scores(evidence: Evidence, batch: PackedBatch, coefficients: Coeff
     if evidence.costs is not None and bool(kept.any()):
         metrics |= describe("cost", evidence.costs[kept])
         metrics["lagrange/multiplier"] = coefficients.multiplier
+        metrics["lagrange/cost_limit"] = cost_limit
     return metrics
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from megarl.obs.dump import write_rollouts
 from megarl.obs.log import quiet_environment, setup_logging
 from megarl.obs.metrics import MetricsLogger, PhaseTimer, format_step_line, read_metrics
-from megarl.obs.plot import plot_run, read_curve
+from megarl.obs.plot import choose_panels, plot_run, read_curve
 from megarl.obs.report import Accuracy, PhaseCost, SampleAnswer, print_samples, print_summary, shorten
 
 STEP = {
@@ -220,6 +220,41 @@ def test_the_picture_is_a_png_of_some_size(tmp_path: Path) -> None:
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "run.png").stat().st_size > 10_000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.png"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "panels"),
+    [
+        ({"critic/score/mean": 0.2}, ["Reward", "Length of the answers", "Held-out accuracy"]),
+        ({"actor/kl_loss": 0.2}, ["Reward", "KL to the reference", "Held-out accuracy"]),
+        (
+            {"actor/reward_kl_penalty": 0.2, "cost/mean": 0.1, "lagrange/cost_limit": 0.2, "lagrange/multiplier": 1.0},
+            ["Reward", "KL to the reference", "Held-out accuracy", "Cost", "Multiplier of the cost"],
+        ),
+        ({"preference/loss": 0.7, "val/loss": 0.6}, ["Loss", "Accuracy", "Margin"]),
+    ],
+)
+def test_the_picture_has_panels_for_what_the_run_measured(
+    tmp_path: Path, measured: dict[str, float], panels: list[str]
+) -> None:
+    rows = [{"step": step, "epoch": 1} | measured for step in (1, 2)]
+    assert [panel.name for panel in choose_panels(rows)] == panels
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png")
+    width = int.from_bytes((tmp_path / "run.png").read_bytes()[16:20], "big")
+    assert width == pytest.approx(4.3 * 140 * len(panels), abs=2)
+
+
+def test_the_limit_of_a_cost_is_drawn_beside_the_cost() -> None:
+    from matplotlib.figure import Figure
+
+    from megarl.obs.plot import COST, draw_panel
+
+    rows = [{"step": step, "cost/mean": cost, "lagrange/cost_limit": 0.2} for step, cost in ((1, 0.7), (2, 0.1))]
+    axes = Figure().subplots()
+    draw_panel(axes, COST, rows)
+    drawn = {str(line.get_label()): (list(line.get_ydata()), line.get_linestyle()) for line in axes.get_lines()}
+    assert drawn == {"mean of the step's answers": ([0.7, 0.1], "-"), "limit": ([0.2, 0.2], "--")}
 
 
 def test_a_curve_takes_the_first_metric_there_is_and_skips_null() -> None:

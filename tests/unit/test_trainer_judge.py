@@ -137,7 +137,8 @@ def test_the_lagrangian_joins_two_gaes_and_each_critic_gets_its_own_targets():
     assert judged.scores.returns is not None and judged.scores.cost_returns is not None
     mask = batch.response_mask
     assert judged.scores.cost_returns[mask].tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 4.0, 4.0]
-    assert judged.metrics["cost/mean"] == 1.25 and judged.metrics["lagrange/multiplier"] == 2.0
+    told = {"cost/mean": 1.25, "lagrange/multiplier": 2.0, "lagrange/cost_limit": 0.0}
+    assert told.items() <= judged.metrics.items()
 
 
 @pytest.mark.parametrize("multiplier", [0.5, 4.0])
