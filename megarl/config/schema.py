@@ -171,7 +171,7 @@ class SourceConfig:
     """One part of the reward: one of function, remote, model, environment, given is set, the rest tunes it."""
 
     name: str | None = None  # in metrics; unset = the function's name, the service's host, the model's folder
-    weight: float = 1.0
+    weight: float = 1.0  # in the sum; 0 = only measured
     function: str | None = None  # a rule of megarl (numeric, gsm8k, by_data_source), or path/to/file.py:function
     kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
     remote: str | None = None  # the http(s) address of a scoring service

@@ -77,6 +77,8 @@ def check_sources(written: Config, config: Config) -> Iterator[str]:
             yield f"{name}.function and {name}.sources are both set; list the function as one of the sources"
         if not section.sources:
             yield f"{name} is set, but names no source; set {name}.function, {name}.sources or {role}.model_path"
+        if section.sources and all(source.weight == 0 for source in section.sources):
+            yield f"every one of {name}.sources has weight=0, which only measures; give one of them another weight"
         names = [source.name for source in section.sources]
         for twice in sorted({str(each) for each in names if names.count(each) > 1}):
             yield f"{name}.sources holds two sources named {twice}; give each a name of its own"
@@ -99,8 +101,8 @@ def _check_source(config: Config, where: str, source: SourceConfig) -> Iterator[
     given = [kind for kind in KINDS if getattr(source, kind) not in (None, False)]
     if len(given) != 1:
         yield f"{where} names {', '.join(given) or 'none'} of {', '.join(KINDS)}; it must name exactly one"
-    if not math.isfinite(source.weight) or source.weight == 0:
-        yield f"{where}.weight={source.weight} must be a number other than 0"
+    if not math.isfinite(source.weight):
+        yield f"{where}.weight={source.weight} must be a finite number"
     for key, least in (("num_retries", 0), ("concurrency", 1), ("max_reply_bytes", 1)):
         if getattr(source, key) < least:
             yield f"{where}.{key}={getattr(source, key)} must be {least} or more"

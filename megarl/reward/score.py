@@ -6,7 +6,7 @@
 
 The reward is the weighted sum of the sources' scores. An answer that one source could not judge has *failed*: a sum
 with a part missing would be a wrong reward, and a missing part is not a zero. When more than a set share of a batch
-fails, the job ends.
+fails, the job ends. A source of weight 0 is only measured: it has no part in the sum, and nothing fails with it.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def join_verdicts(
     """
     assert sources and len(sources) == len(verdicts), f"{len(sources)} sources, verdicts of {len(verdicts)}"
     failures: dict[int, str] = {}
-    for source, judged in zip(sources, verdicts, strict=True):
+    counted = [pair for pair in zip(sources, verdicts, strict=True) if pair[0].weight != 0]
+    for source, judged in counted:
         prefix = f"{source.name}: " if len(sources) > 1 else ""
         for index, verdict in enumerate(judged):
             if verdict.failure is not None:
@@ -172,7 +173,7 @@ def join_verdicts(
     is_failed = torch.zeros(num_answers, dtype=torch.bool)
     is_failed[list(failures)] = True
     total = torch.zeros(num_answers, dtype=torch.float64)
-    for source, judged in zip(sources, verdicts, strict=True):
+    for source, judged in counted:
         total += source.weight * torch.tensor([verdict.score for verdict in judged], dtype=torch.float64)
     return Rewards(
         scores=total.where(~is_failed, 0.0).float(),

@@ -91,7 +91,7 @@ def test_a_mistake_in_a_source_is_told_by_its_place(value, words):
         ("[{weight: 1}]", "sources[0] names none of function, remote, model"),
         ("[{function: numeric, remote: 'http://x'}]", "sources[0] names function, remote of"),
         ("[{function: numeric}, {function: numeric}]", "two sources named numeric"),
-        ("[{function: numeric, weight: 0}]", "sources[0].weight=0.0"),
+        ("[{function: numeric, weight: 0}]", "every one of reward.sources has weight=0"),
         ("[{function: numeric, weight: .nan}]", "sources[0].weight=nan"),
         ("[{function: no/file.py:f}]", "the file no/file.py does not exist"),
         ("[{model: reward_model}]", "reward_model.model_path is not set"),
@@ -103,6 +103,10 @@ def test_a_mistake_in_a_source_is_told_by_its_place(value, words):
 def test_what_contradicts_is_found(value, words):
     (problem,) = problems_of(f"reward.sources={value}")
     assert words in problem
+
+
+def test_a_source_of_weight_zero_beside_another_is_only_measured():
+    assert problems_of("reward.sources=[{function: numeric, weight: 0}, {function: gsm8k}]") == []
 
 
 def test_function_and_sources_together_are_refused():

@@ -173,6 +173,13 @@ def test_sources_are_summed_with_their_weights():
     assert rewards.metrics == {"rule/score": 0.5, "model/score": 1.75}
 
 
+def test_a_source_of_weight_zero_is_measured_and_neither_counts_nor_fails_an_answer():
+    verdicts = [[Verdict(3.0, {"accuracy": 1.0}), failed("x")], [Verdict(0.25), Verdict(0.5)]]
+    rewards = join_verdicts([Source("rule", 0.0), Source("model")], verdicts, str, 0.0)
+    assert rewards.scores.tolist() == [0.25, 0.5] and not rewards.is_failed_mask.any()
+    assert rewards.metrics == {"accuracy": 1.0, "rule/score": 3.0, "model/score": 0.375}
+
+
 def test_an_answer_that_one_source_could_not_judge_has_failed():
     """Case D2: what the other source said of it is not a reward."""
     verdicts = [[Verdict(1.0), Verdict(1.0)], [failed("down"), Verdict(1.0)]]
