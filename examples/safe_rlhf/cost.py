@@ -13,6 +13,6 @@ def words_beside_the_number(
     extra_info: Mapping[str, Any] | None = None,
     allowed: int = 0,
 ) -> float:
-    """From 0 to 1: nothing for `allowed` words or fewer, a tenth for each further one."""
-    words = [word for word in solution_str.split() if not any(letter.isdigit() for letter in word)]
+    """From 0 to 1: nothing for `allowed` words or fewer, a tenth for each further one; signs are no words."""
+    words = [word for word in solution_str.split() if any(letter.isalpha() for letter in word)]
     return min(1.0, max(0, len(words) - allowed) / 10)

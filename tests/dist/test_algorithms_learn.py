@@ -214,6 +214,7 @@ def test_the_cost_goes_under_its_limit_while_the_reward_rises(safe) -> None:
     costs, late = [row["cost/mean"] for row in safe], safe[SAFE_STEPS // 2 :]
     assert max(costs) > LIMIT + 0.05, "the costly word must be tempting first"
     assert mean(late, "cost/mean") < LIMIT, costs
+    assert mean(late[-10:], "cost/mean") < LIMIT, costs
     assert mean(late, "critic/score/mean") > safe[0]["critic/score/mean"] + 0.12, scores(safe)
 
 
@@ -224,6 +225,13 @@ def test_the_multiplier_follows_the_cost(safe) -> None:
         moves.append(after["lagrange/multiplier"] > before["lagrange/multiplier"])
         assert moves[-1] == (before["cost/mean"] > LIMIT), before
     assert set(moves) == {True, False}
+
+
+def test_the_multiplier_rises_to_a_peak_and_falls_from_it(safe) -> None:
+    multipliers = [row["lagrange/multiplier"] for row in safe]
+    peak = multipliers.index(max(multipliers))
+    assert multipliers[peak] > 1.2 * min(multipliers[: peak + 1]), multipliers
+    assert min(multipliers[peak:]) < 0.8 * multipliers[peak], multipliers
 
 
 def test_both_critics_know_what_is_coming(safe) -> None:
