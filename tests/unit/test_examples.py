@@ -56,7 +56,15 @@ def test_the_table_of_algorithms_is_the_data() -> None:
         assert row.startswith(describe(name)), name
 
 
-def test_examples_named_in_the_table_exist() -> None:
-    text = (ROOT / "docs" / "algorithms.md").read_text()
-    linked = [part.split(")")[0] for part in text.split("](")[1:]]
-    assert [link for link in linked if not (ROOT / "docs" / link).exists()] == []
+def test_files_linked_from_the_table_and_the_results_exist() -> None:
+    for name in ("algorithms.md", "results.md"):
+        text = (ROOT / "docs" / name).read_text()
+        linked = [part.split(")")[0].partition("#")[0] for part in text.split("](")[1:]]
+        files = [link for link in linked if link and not link.startswith("https://")]
+        assert files and [link for link in files if not (ROOT / "docs" / link).exists()] == [], name
+
+
+def test_every_paper_of_the_table_is_listed() -> None:
+    listed = (ROOT / "docs" / "algorithms.md").read_text().partition("## Papers")[2]
+    named = {paper for facts in (*ALGORITHMS.values(), *ADVANTAGES.values()) for paper in facts.paper.split("; ")}
+    assert [paper for paper in sorted(named) if f"| {paper} |" not in listed] == []
