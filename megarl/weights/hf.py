@@ -33,6 +33,10 @@ COMPANIONS = (
 ).split()
 
 
+_CHAT_OPENS = "{% set chat %}"
+_CHAT_CLOSES = "{% endset %}{{ chat if add_generation_prompt else chat.rstrip() }}"
+
+
 class HFFolder:
     """The tensors of one Hugging Face folder, by the names of the family (prefix taken off); opened lazily.
 
@@ -232,9 +236,44 @@ def save_hf_folder(
     config = json.loads((beside / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
+    if VALUE_HEAD in weight_map:
+        config |= _describe_score_head(config)
+        _end_chats_with_their_answer(beside)
     (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     replaced = out.with_name(f".{out.name}.old-{os.getpid()}")
     if out.exists():
         out.rename(replaced)
     beside.rename(out)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _describe_score_head(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of a model with a head of one number, for programs that choose the model class by it."""
+    names = config.get("architectures") or []
+    return {
+        "architectures": [name.replace("ForCausalLM", "ForSequenceClassification") for name in names],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+
+
+def _end_chats_with_their_answer(folder: Path) -> None:
+    """Takes off what the folder's chat template writes behind a last answer, such as a line feed.
+
+    A score is read at the last token. The head was trained on answers as the policy samples them, which end with the
+    end-of-turn token, so that is where a chat that the template writes must end too.
+    """
+    file, config_file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if file.is_file():
+        file.write_text(_strip_end(file.read_text()))
+    if config_file.is_file():
+        config = json.loads(config_file.read_text())
+        if isinstance(config.get("chat_template"), str):
+            config["chat_template"] = _strip_end(config["chat_template"])
+            config_file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _strip_end(template: str) -> str:
+    if template.startswith(_CHAT_OPENS):
+        return template
+    return f"{_CHAT_OPENS}{template}{_CHAT_CLOSES}"

@@ -101,7 +101,7 @@ def test_a_reward_model_reaches_95_in_100_and_transformers_reads_it(runs, folder
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     path = folder / "reward_model" / "hf" / "step_8" / "reward_model"
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)
     right = 0
     rows = [json.loads(line) for line in (folder / "pairs_val.jsonl").read_text().splitlines()]

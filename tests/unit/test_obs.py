@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -253,7 +254,10 @@ def test_the_limit_of_a_cost_is_drawn_beside_the_cost() -> None:
     rows = [{"step": step, "cost/mean": cost, "lagrange/cost_limit": 0.2} for step, cost in ((1, 0.7), (2, 0.1))]
     axes = Figure().subplots()
     draw_panel(axes, COST, rows)
-    drawn = {str(line.get_label()): (list(line.get_ydata()), line.get_linestyle()) for line in axes.get_lines()}
+    drawn = {
+        str(line.get_label()): (np.asarray(line.get_ydata()).tolist(), line.get_linestyle())
+        for line in axes.get_lines()
+    }
     assert drawn == {"mean of the step's answers": ([0.7, 0.1], "-"), "limit": ([0.2, 0.2], "--")}
 
 

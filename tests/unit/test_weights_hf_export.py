@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from jinja2 import Environment
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.weights import hf, hf_export
 from megarl.weights.hf_export import BackgroundExport
@@ -42,6 +44,29 @@ def test_shards_index_and_companions_are_what_transformers_reads(
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": [1]}'
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in named_tensors())
+
+
+def test_a_folder_with_a_score_head_says_so_and_its_chats_end_where_the_score_is_read(
+    model_path: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(model_path, tmp_path / "model")
+    template = "{% for message in messages %}<{{ message['content'] }}|end>\n{% endfor %}"
+    (source / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}answer\n{% endif %}")
+    (source / "config.json").write_text(
+        json.dumps(json.loads((source / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]})
+    )
+    head = ("score.weight", torch.ones(1, build_hf_model("llama").config.hidden_size))
+    tensors = [pair for pair in named_tensors() if "lm_head" not in pair[0]] + [head]
+    hf.save_hf_folder(tensors, tmp_path / "once", source, torch.float32)
+    hf.save_hf_folder(tensors, tmp_path / "twice", tmp_path / "once", torch.float32)
+    for folder in (tmp_path / "once", tmp_path / "twice"):
+        model, notes = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+        assert model.config.architectures == ["LlamaForSequenceClassification"] and model.config.num_labels == 1
+        assert not notes["missing_keys"] and torch.equal(model.score.weight, head[1])
+        write = Environment().from_string((folder / "chat_template.jinja").read_text())
+        chat = [{"content": "2+3?"}, {"content": "5"}]
+        assert write.render(messages=chat) == "<2+3?|end>\n<5|end>"
+        assert write.render(messages=chat[:1], add_generation_prompt=True) == "<2+3?|end>\nanswer\n"
 
 
 def test_the_caller_does_not_wait_for_the_disk(model_path: Path, tmp_path: Path, monkeypatch) -> None:
