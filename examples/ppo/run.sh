@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec .venv/bin/torchrun --nproc_per_node "${RANKS:-2}" examples/ppo/main.py "$@"
+exec .venv/bin/torchrun --standalone --nproc_per_node "${RANKS:-2}" examples/ppo/main.py "$@"

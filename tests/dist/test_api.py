@@ -125,7 +125,8 @@ def test_a_program_trains_as_the_command_does_and_its_model_is_saved(tmp_path) -
     other = tmp_path / "other"
     same = run_megarl([
         *words, "algorithm.name=ppo", "rollout.name=naive", "rollout.n=4", "trainer.total_training_steps=6",
-        "actor.optim.lr=5e-3", "critic.optim.lr=5e-3", "data.val_files=[]", f"trainer.default_local_dir={other / 'run'}",
+        "actor.optim.lr=5e-3", "critic.optim.lr=5e-3", "data.val_files=[]",
+        f"trainer.default_local_dir={other / 'run'}",
     ])  # fmt: skip
     assert same.returncode == 0, same.stderr[-3000:]
     for own, told in zip(read_metrics(tmp_path), read_metrics(other), strict=True):
@@ -134,15 +135,15 @@ def test_a_program_trains_as_the_command_does_and_its_model_is_saved(tmp_path) -
 
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    ids = torch.tensor([tokenizer.apply_chat_template([{"role": "user", "content": "a b c"}], add_generation_prompt=True,
-                                                      return_dict=False)])  # fmt: skip
+    chat = [{"role": "user", "content": "a b c"}]
+    ids = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)])
     drawn = model.generate(ids, max_new_tokens=8, do_sample=False)
     assert tokenizer.decode(drawn[0, ids.shape[1] :], skip_special_tokens=True) == after[0]
 
 
 def test_a_program_joins_the_ranks_of_torchrun(tmp_path) -> None:
     write_job(tmp_path)
-    done = run_program(tmp_path, TRAINS, ["-m", "torch.distributed.run", "--nproc_per_node", "2"])
+    done = run_program(tmp_path, TRAINS, ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"])
     assert done.returncode == 0, done.stderr[-3000:]
     scores, _, _, is_complete = json.loads((tmp_path / "told.json").read_text())
     assert is_complete and len(scores) == 6 and scores[-1] > scores[0] + 0.1
@@ -183,8 +184,8 @@ def test_the_loop_of_five_files_learns_with_one_line_changed(tmp_path, algorithm
         (folder / source.name).write_text(text)
     done = run_python(
         [
-            "-m", "torch.distributed.run", "--nproc_per_node", "2", str(folder / "main.py"), *list_words(tmp_path),
-            "rollout.name=naive", "trainer.total_training_steps=6", "actor.optim.lr=5e-3", "critic.optim.lr=5e-3",
+            "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(folder / "main.py"),
+            *list_words(tmp_path), "rollout.name=naive", "trainer.total_training_steps=6", "actor.optim.lr=5e-3", "critic.optim.lr=5e-3",
             "actor.optim.lr_warmup_steps=0", "cost_critic.dtype=fp32",
         ]
     )  # fmt: skip
