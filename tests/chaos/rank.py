@@ -30,7 +30,7 @@ def tell(where: str) -> None:
     global _where
     _where, rank = where, os.environ["RANK"]
     file = Path(os.environ["CHAOS_FOLDER"]) / f"phase-{rank}"
-    beside = file.with_suffix(".writing")
+    beside = file.with_suffix(f".{threading.get_ident()}")  # a save on a thread tells too
     beside.write_text(f"{os.getpid()} {where}")
     beside.replace(file)
     if os.environ.get("CHAOS_SLEEP") == f"{rank}:{where}":

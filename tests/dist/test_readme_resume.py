@@ -29,7 +29,8 @@ def read_commands() -> list[list[str]]:
 def test_the_commands_do_what_their_comments_say(tmp_path: Path) -> None:
     first, again, from_path, anew = read_commands()
     run = tmp_path / "run"
-    words = [*write_job(tmp_path), *TINY]
+    (tmp_path / "FILE").write_text("{}\n")
+    words = ["--config", str(tmp_path / "FILE"), *write_job(tmp_path), *TINY]
 
     def go(command: list[str]) -> str:
         named = [word.replace("RUN/", f"{run}/").replace("step_000050", "step_000002") for word in command]
