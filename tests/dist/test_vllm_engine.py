@@ -36,9 +36,13 @@ PROMPTS = [
 GREEDY = Sampling(n=1, temperature=0.0, max_tokens=12, stop_token_ids=(), seed=1)
 AT_ONE = Sampling(n=2, temperature=1.0, max_tokens=12, stop_token_ids=(), seed=1)
 AT_POINT_SEVEN = Sampling(n=2, temperature=0.7, max_tokens=12, stop_token_ids=(), seed=1)
+SCALED_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "tie_word_embeddings": False},
-    "llama-tied": {"family": "llama", "tie_word_embeddings": True},
+    "llama-tied": {"family": "llama", "tie_word_embeddings": True, "rope_parameters": SCALED_ROPE},  # case A10
     "qwen2-bias": {"family": "qwen2", "tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3-norms": {"family": "qwen3", "tie_word_embeddings": False},
 }
