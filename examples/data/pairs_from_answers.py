@@ -2,38 +2,57 @@
 
     python examples/data/pairs_from_answers.py --data .cache/quickstart/data --out .cache/quickstart/pairs
 
-Every row of train.parquet and val.parquet becomes {"prompt": ..., "chosen": "7", "rejected": "9"}; the wrong number is
-near the right one, always the same for the same seed.
+Every row of train.parquet and val.parquet becomes {"prompt": ..., "chosen": "It is 7.", "rejected": "It is 9."}. A wrong
+answer has a number near the right one, or none. One pair of each problem in train.parquet is kept out of it and goes to
+other_pairs.parquet: pairs that nobody has seen, of problems that were seen. What val.parquet asks was not seen at all.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from pathlib import Path
 
 from megarl.rollout.rows import Row, load_rows, write_rows
 
 SENTENCES = ("{}", "The answer is {}.", "It is {}.")  # both answers of a pair are worded alike
+DISTANCES = (-3, -2, -1, 1, 2, 3)  # of a wrong number from the right one
+WITHOUT_NUMBER = ("I do not know.", "That is hard to say.")
 
 
-def to_pair(row: Row, draw: random.Random) -> Row:
-    """One pair from a row in verl's form, whose ground truth is a whole number."""
+def list_pairs(row: Row) -> list[Row]:
+    """Every pair that can be made of a row in verl's form, whose ground truth is a whole number."""
     right = int(row["reward_model"]["ground_truth"])
-    wrong = right + draw.choice([-3, -2, -1, 1, 2, 3])
-    sentence = draw.choice(SENTENCES)
-    return {"prompt": row["prompt"], "chosen": sentence.format(right), "rejected": sentence.format(wrong)}
+    return [
+        {"prompt": row["prompt"], "chosen": sentence.format(right), "rejected": rejected}
+        for sentence in SENTENCES
+        for rejected in (*(sentence.format(right + distance) for distance in DISTANCES), *WITHOUT_NUMBER)
+    ]
+
+
+def split_pairs(rows: list[Row], seed: str) -> tuple[list[Row], list[Row]]:
+    """One pair for each row, and one more for each different problem, which is none of the first."""
+    draw = random.Random(seed)
+    kept_out: dict[str, Row] = {}
+    pairs: list[Row] = []
+    for row in rows:
+        choices = list_pairs(row)
+        other = kept_out.setdefault(json.dumps(row["prompt"]), draw.choice(choices))
+        pairs.append(draw.choice([pair for pair in choices if pair != other]))
+    return pairs, list(kept_out.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="folder with train.parquet and val.parquet")
-    parser.add_argument("--out", required=True, help="folder to write the same files to")
+    parser.add_argument("--out", required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    for name in ("train", "val"):
-        draw = random.Random(f"{args.seed} {name}")
-        pairs = [to_pair(row, draw) for row in load_rows([str(Path(args.data) / f"{name}.parquet")])]
+    rows = {name: load_rows([str(Path(args.data) / f"{name}.parquet")]) for name in ("train", "val")}
+    train, other = split_pairs(rows["train"], f"{args.seed} train")
+    val, _ = split_pairs(rows["val"], f"{args.seed} val")
+    for name, pairs in (("train", train), ("other_pairs", other), ("val", val)):
         path = Path(args.out) / f"{name}.parquet"
         write_rows(path, pairs)
         print(f"{path}: {len(pairs)} pairs")

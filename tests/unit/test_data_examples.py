@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.rows import load_rows
+from megarl.reward.rules import numeric
+from megarl.rollout.rows import load_rows, write_rows
 
 FOLDER = Path(__file__).parents[2] / "examples" / "data"
 
@@ -75,3 +76,21 @@ def test_gsm8k_answer_without_mark_is_named(run_script, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run_script("gsm8k_jsonl", "--in", str(source), "--out", str(tmp_path))
     assert "row 0" in capsys.readouterr().err
+
+
+def test_pairs_prefer_the_right_number_and_those_kept_out_are_new_pairs_to_known_problems(run_script, tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{a} + 1 ="}], "reward_model": {"ground_truth": str(a + 1)}}
+        for a in (3, 4, 5) * 40
+    ]
+    write_rows(tmp_path / "train.parquet", rows)
+    write_rows(tmp_path / "val.parquet", rows[:3])
+    run_script("pairs_from_answers", "--data", str(tmp_path), "--out", str(tmp_path / "pairs"))
+    train, other = (load_rows([str(tmp_path / "pairs" / f"{name}.parquet")]) for name in ("train", "other_pairs"))
+    assert (len(train), len(other)) == (120, 3)
+    assert set(questions(other)) == set(questions(train))
+    assert not [pair for pair in other if pair in train]
+    for pair in train + other:
+        right = int(questions([pair])[0][0]) + 1
+        assert numeric("", pair["chosen"], right)["accuracy"] == 1
+        assert numeric("", pair["rejected"], right)["accuracy"] == 0

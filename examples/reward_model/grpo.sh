@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# GRPO on the scores of the reward model that run.sh has trained; the rule is only measured (weight 0).
+# Words given here go on to the trainer: ./grpo.sh actor.optim.lr=1e-5
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+exec .venv/bin/megarl train --config examples/grpo/config.yaml \
+    reward.function=null "reward.sources=[{model: reward_model}, {function: numeric, weight: 0}]" \
+    reward_model.model_path=runs/examples/reward_model/hf/step_80/reward_model \
+    trainer.experiment_name=reward_model_grpo "$@"
