@@ -2,9 +2,9 @@
 
     python examples/data/pairs_from_answers.py --data .cache/quickstart/data --out .cache/quickstart/pairs
 
-Every row of train.parquet and val.parquet becomes {"prompt": ..., "chosen": "It is 7.", "rejected": "It is 9."}. A wrong
-answer has a number near the right one, or none. One pair of each problem in train.parquet is kept out of it and goes to
-other_pairs.parquet: pairs that nobody has seen, of problems that were seen. What val.parquet asks was not seen at all.
+Every row of train.parquet and val.parquet becomes {"prompt": ..., "chosen": "It is 7.", "rejected": "It is 9."}. A
+wrong answer has a number near the right one, or none. One pair of each problem in train.parquet is kept out of it and
+goes to other_pairs.parquet: pairs that training does not see, of problems that it sees. What val.parquet asks is new.
 """
 
 from __future__ import annotations
