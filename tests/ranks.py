@@ -1,8 +1,11 @@
 """Runs one function on several gloo ranks of this machine, for tests.
 
-`run_ranks(fn, 4, *args)` starts four fresh Python processes; each joins one gloo process group through a file store,
-calls `fn(rank, world_size, *args)` and hands its result back through a file. The caller gets the results by rank.
+`run_ranks(fn, 4, *args)` starts four processes; each joins one gloo process group through a file store, calls
+`fn(rank, world_size, *args)` and hands its result back through a file. The caller gets the results by rank.
 When a rank fails or the time is over, every rank is killed and the first failure's traceback is raised here.
+
+The ranks are forked from a server that has imported torch and Megatron and done nothing else: these imports take a
+core eight seconds, and there are hundreds of ranks in a run of all tests.
 
 `fn` must be importable by name from its module (a top-level function); arguments and results must pickle.
 """
@@ -23,6 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+PRELOADED = ["megarl.train", "megarl.train_preference"]
 GRACE_S = 1.0  # after the first failure, for other ranks to write down what they saw
 
 
@@ -48,13 +52,16 @@ def run_ranks(
     Raises:
         RankFailed: with the traceback of the rank that failed first.
     """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder, _environment(world_size, num_threads):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder, _one_thread():
         processes: list[BaseProcess] = []
         try:
             for rank in range(world_size):
-                os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)  # inherited, seen before torch is imported
-                process = context.Process(target=_run_rank, args=(fn, rank, world_size, folder, args, timeout_s))
+                environ = _environment(rank, world_size, num_threads)
+                process = context.Process(
+                    target=_run_rank, args=(fn, rank, world_size, folder, args, timeout_s, environ)
+                )
                 process.start()
                 processes.append(process)
             _wait(processes, Path(folder), timeout_s)
@@ -66,21 +73,29 @@ def run_ranks(
                 process.join()
 
 
-@contextlib.contextmanager
-def _environment(world_size: int, num_threads: int):
-    """What every rank inherits; the parent's own variables come back afterwards."""
-    before = dict(os.environ)
-    os.environ |= {
+def _environment(rank: int, world_size: int, num_threads: int) -> dict[str, str]:
+    """The variables of a rank: those of this process now (the server has those it was started with), and its own."""
+    return dict(os.environ) | {
         "OMP_NUM_THREADS": str(num_threads),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
+
+
+@contextlib.contextmanager
+def _one_thread():
+    """The server, if it is started now, may compute with one thread: its OpenMP reads that when it is loaded."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ |= before
+        os.environ.pop("OMP_NUM_THREADS")
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 def _wait(processes: list[BaseProcess], folder: Path, timeout_s: float) -> None:
@@ -104,8 +119,16 @@ def _wait(processes: list[BaseProcess], folder: Path, timeout_s: float) -> None:
 
 
 def _run_rank(
-    fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...], timeout_s: float
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    environ: dict[str, str],
 ) -> None:
+    os.environ.clear()
+    os.environ |= environ
     import datetime
 
     import torch
