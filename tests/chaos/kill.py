@@ -42,7 +42,7 @@ PHASES = (
 )
 START_S, GONE_S = 240.0, 30.0
 ALONE = ("reward", "completing", "moving the pointer", "clearing old ones")  # rank 0 does it, the others wait
-MOMENT_S = {"reward": 0.001, "sync": 0.004, "save": 0.004}  # the kill falls within this after its phase began
+MOMENT_S = {"reward": 0.0, "sync": 0.004, "save": 0.004}  # the kill falls within this after its phase began
 LONG_MOMENT_S = 0.1  # for the other phases
 
 
