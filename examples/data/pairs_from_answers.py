@@ -18,7 +18,7 @@ from megarl.rollout.rows import Row, load_rows, write_rows
 
 SENTENCES = ("{}", "The answer is {}.", "It is {}.")  # both answers of a pair are worded alike
 DISTANCES = (-3, -2, -1, 1, 2, 3)  # of a wrong number from the right one
-WITHOUT_NUMBER = ("I do not know.", "That is hard to say.")
+WITHOUT_NUMBER = ("I do not know.",)
 
 
 def list_pairs(row: Row) -> list[Row]:

@@ -5,5 +5,5 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 exec .venv/bin/megarl train --config examples/grpo/config.yaml \
     reward.function=null "reward.sources=[{model: reward_model}, {function: numeric, weight: 0}]" \
-    reward_model.model_path=runs/examples/reward_model/hf/step_80/reward_model \
+    reward_model.model_path=runs/examples/reward_model/hf/step_120/reward_model \
     trainer.experiment_name=reward_model_grpo "$@"
