@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoints import list_differences
 from tests.dist.test_preference_learn import write_pairs
@@ -76,6 +77,20 @@ def test_a_run_that_is_to_stop_saves_and_asks_to_be_started_again(runs, name: st
     done = "all 6 steps are done"
     for endings in runs[1]:
         assert endings[name] == [(0, done), (75, "saved after step 4"), (0, done)]
+
+
+@pytest.mark.parametrize(("name", "head"), [("dpo", None), ("reward_model", "score.weight")])
+def test_a_checkpoint_is_converted_with_its_head(runs, tmp_path, name: str, head: str | None) -> None:
+    from safetensors.torch import load_file
+
+    from megarl.cli import main
+
+    folder, _ = runs
+    words = ["--ckpt", str(folder / name), "--hf", str(folder / "model"), "--out", str(tmp_path / "out")]
+    assert main(["convert", "megatron-to-hf", *words]) == 0
+    first, trained = (load_file(path / "model.safetensors") for path in (folder / "model", tmp_path / "out"))
+    assert trained.keys() - first.keys() == ({head} if head else set())
+    assert not torch.equal(trained["model.norm.weight"], first["model.norm.weight"])
 
 
 def read_rows(out: Path) -> list[dict[str, float]]:
