@@ -97,6 +97,7 @@ def open_preference_job(config: Config, check_data: Callable[[PromptStream], Non
             shuffle=config.data.shuffle,
             length_bucketing=config.data.length_bucketing,
             origin=", ".join(config.data.train_files),
+            answers=repr([(example.answers, example.is_desirable) for example in train]).encode(),
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error

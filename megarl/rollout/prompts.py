@@ -238,8 +238,10 @@ class PromptStream:
         shuffle: bool = True,
         length_bucketing: bool = False,
         origin: str = "the data",
+        answers: bytes = b"",
     ) -> None:
-        """Raises ValueError when there is not even one full batch; see `plan_epoch` for the arguments."""
+        """Raises ValueError when there is not even one full batch; see `plan_epoch` for the arguments. `answers`: what
+        else is trained on beside the prompts, for the fingerprint."""
         if len(prompts) < batch_size:
             raise ValueError(
                 f"{origin}: {len(prompts)} prompts are fewer than data.train_batch_size={batch_size}; "
@@ -248,7 +250,7 @@ class PromptStream:
         self._prompts = list(prompts)
         self._lengths = [len(prompt.token_ids) for prompt in prompts]
         self._batch_size, self._seed = batch_size, seed
-        self._shuffle, self._length_bucketing = shuffle, length_bucketing
+        self._shuffle, self._length_bucketing, self._answers = shuffle, length_bucketing, answers
         self.steps_per_epoch = len(prompts) // batch_size
         self.num_prompts = len(prompts)
         self.seek(StreamPosition())
@@ -281,6 +283,7 @@ class PromptStream:
         digest.update(np.asarray(self._lengths, dtype=np.int64).tobytes())
         for prompt in self._prompts:
             digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
+        digest.update(self._answers)
         return digest.hexdigest()
 
     def next_batch(self) -> list[Prompt]:

@@ -111,3 +111,13 @@ def test_an_epoch_is_full_batches_of_different_rows(lengths, batch_size, seed, s
     assert len(batches) == len(lengths) // batch_size
     assert all(len(batch) == batch_size for batch in batches)
     assert len(set(rows)) == len(rows) and set(rows) <= set(range(len(lengths)))
+
+
+def test_the_fingerprint_knows_whatever_a_position_depends_on() -> None:
+    same = stream_of(10, 4).fingerprint()
+    others = [
+        stream_of(11, 4), stream_of(10, 5), stream_of(10, 4, seed=2), stream_of(10, 4, shuffle=False),
+        stream_of(10, 4, length_bucketing=True), stream_of(10, 4, answers=b"other"),
+    ]  # fmt: skip
+    assert stream_of(10, 4).fingerprint() == same
+    assert len({same, *(other.fingerprint() for other in others)}) == 7
