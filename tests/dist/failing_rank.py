@@ -28,6 +28,8 @@ def main() -> None:
     (folder / f"{rank}.writing").write_text(pids)
     (folder / f"{rank}.writing").rename(folder / f"{rank}.pids")
     if how == "fine":
+        dist.barrier()  # the interpreter's end must not meet a peer that still needs this one
+        dist.destroy_process_group()
         return
     threading.Thread(target=time.sleep, args=(1000,)).start()  # a thread that does not end must not hold us up
     with PhaseTimer().phase("update"):
