@@ -38,7 +38,8 @@ def plan_models(stages: int, kind: str) -> list[ModelPlan]:
 
 
 def run_one(models: list[ModelPlan], choice: Choice, cache: GroupCache, unit_s: float) -> tuple[float, float]:
-    """Seconds that a schedule takes on these ranks, and seconds that were simulated."""
+    """Seconds that a schedule takes on these ranks (the least of three: others may use the machine), and seconds that
+    were simulated."""
     ranks = tuple(range(dist.get_world_size()))
     costs = Costs({model.name: ratio_costs(model, unit_s, unit_s, unit_s, step=unit_s) for model in models})
     trains = models[0].trains
@@ -48,11 +49,14 @@ def run_one(models: list[ModelPlan], choice: Choice, cache: GroupCache, unit_s: 
         groups = build_groups(Topology(ranks, pp_size=len(ranks), chunk_stages=model.chunk_stages), cache)
         assert groups is not None
         stages[model.name] = build_sleeping_model(model, costs, groups)
-    dist.barrier()
-    begin = time.perf_counter()
-    spans = run_instructions(picked.schedule, dist.get_rank(), stages)
-    dist.barrier()
-    took = time.perf_counter() - begin
+    took = float("inf")
+    spans = []
+    for _ in range(3):
+        dist.barrier()
+        begin = time.perf_counter()
+        spans = run_instructions(picked.schedule, dist.get_rank(), stages)
+        dist.barrier()
+        took = min(took, time.perf_counter() - begin)
     computed = [step for step in picked.schedule.stages[dist.get_rank()] if step.action in ("FORWARD", "BACKWARD")]
     assert len([span for span in spans if span.step.action in ("FORWARD", "BACKWARD")]) == len(computed)
     return took, simulate(picked.schedule, costs).makespan
