@@ -3,8 +3,9 @@
     python examples/data/pairs_from_answers.py --data .cache/quickstart/data --out .cache/quickstart/pairs
 
 Every row of train.parquet and val.parquet becomes {"prompt": ..., "chosen": "It is 7.", "rejected": "It is 9."}. A
-wrong answer has a number near the right one, or none. One pair of each problem in train.parquet is kept out of it and
-goes to other_pairs.parquet: pairs that training does not see, of problems that it sees. What val.parquet asks is new.
+wrong answer has a number up to 12 away from the right one, or none. One pair of each problem in train.parquet is kept
+out of it and goes to other_pairs.parquet: pairs that training does not see, of problems that it sees. What val.parquet
+asks is new.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from pathlib import Path
 from megarl.rollout.rows import Row, load_rows, write_rows
 
 SENTENCES = ("{}", "The answer is {}.", "It is {}.")  # both answers of a pair are worded alike
-DISTANCES = (-3, -2, -1, 1, 2, 3)  # of a wrong number from the right one
-WITHOUT_NUMBER = ("I do not know.",)
+FARTHEST = 12  # of a wrong number from the right one; a policy is wrong by any distance, so a judge must know them all
+WITHOUT_NUMBER = "I do not know."
 
 
 def list_pairs(row: Row) -> list[Row]:
     """Every pair that can be made of a row in verl's form, whose ground truth is a whole number."""
     right = int(row["reward_model"]["ground_truth"])
+    wrong_numbers = [number for number in range(right - FARTHEST, right + FARTHEST + 1) if number != right]
+    without_number = [WITHOUT_NUMBER] * 2  # two among 24 numbers, for each sentence
     return [
         {"prompt": row["prompt"], "chosen": sentence.format(right), "rejected": rejected}
         for sentence in SENTENCES
-        for rejected in (*(sentence.format(right + distance) for distance in DISTANCES), *WITHOUT_NUMBER)
+        for rejected in (*(sentence.format(wrong) for wrong in wrong_numbers), *without_number)
     ]
 
 
