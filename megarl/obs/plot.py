@@ -16,6 +16,7 @@ from typing import Any
 from megarl.obs.metrics import read_metrics
 
 _INK, _SOFT = "#1f2933", "#9aa5b1"
+_PANELS_IN_A_ROW = 3
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,14 @@ def plot_run(metrics_jsonl: Path, out_png: Path, title: str = "") -> None:
 
     rows = read_metrics(metrics_jsonl)
     panels = choose_panels(rows)
-    figure = Figure(figsize=(4.3 * len(panels), 3.6), layout="constrained")
+    num_rows = -(-len(panels) // _PANELS_IN_A_ROW)
+    figure = Figure(figsize=(4.3 * _PANELS_IN_A_ROW, 3.6 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    places = figure.subplots(num_rows, _PANELS_IN_A_ROW, squeeze=False).flatten()
+    for axes, panel in zip(places, panels, strict=False):
         draw_panel(axes, panel, rows)
+    for axes in places[len(panels) :]:
+        axes.set_visible(False)
     if title:
         figure.suptitle(title, color=_INK, fontsize=12, x=0.01, ha="left")
     beside = out_png.with_name(f"{out_png.stem}.writing.png")
