@@ -8,4 +8,4 @@ FORM="{function: 'examples/reward_model/form.py:ends_with_number', weight: 4}"
 exec .venv/bin/megarl train --config examples/grpo/config.yaml \
     reward.function=null "reward.sources=[{model: reward_model}, $FORM, {function: numeric, weight: 0}]" \
     reward_model.model_path=runs/examples/reward_model/hf/step_120/reward_model \
-    trainer.experiment_name=reward_model_grpo "$@"
+    trainer.experiment_name=reward_model_grpo trainer.total_training_steps=15 "$@"
