@@ -203,8 +203,7 @@ def test_the_minimal_program_runs_to_the_end(tmp_path) -> None:
     program = (ROOT / "examples" / "minimal_ppo.py").read_text()
     assert len(program.splitlines()) < 200
     words = ["--model", ".cache/quickstart/model", "--steps", "1", "--prompts", "2", "--out", str(tmp_path / "run")]
-    if not (ROOT / ".cache" / "quickstart" / "model" / "config.json").exists():
-        pytest.skip("needs the quickstart's model: make test makes it")
+    assert (ROOT / ".cache/quickstart/model/config.json").is_file(), "`make test` prepares the quickstart's model"
     done = run_python(["examples/minimal_ppo.py", *words])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 rows in" in done.stdout and done.stdout.count("| before:") == 3

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algo.objective import policy_objective
 from megarl.models.build import BuildOptions
-from megarl.models.forward import compute_logprobs
 from megarl.parallel.groups import GroupCache, build_groups
 from megarl.parallel.topology import plan_topology
 from megarl.trainer.optim import AdamOptions, LRSchedule
 from megarl.trainer.roles import build_role
 from megarl.trainer.update import compute_gradients, weigh_tokens
+from tests.objectives import build_even_policy_objective
 from tests.ranks import run_ranks
 from tests.tiny import build_batch, save_hf_model
 
@@ -34,14 +33,7 @@ def run(rank: int, world_size: int, path: str) -> list[dict[str, Tensor]]:
             found.append({})
             continue
 
-        def objective(hidden, micro, weights, role=role):
-            logprobs, entropy = compute_logprobs(role.model, hidden, micro, role.groups, 1.0, role.num_ids)
-            pick = micro.token_index
-            return policy_objective(
-                logprobs, entropy, logprobs.detach(), torch.ones_like(logprobs), weights.loss[pick], weights.mask[pick],
-                clip_low=0.2, clip_high=0.2, clip_c=3.0,
-            )  # fmt: skip
-
+        objective = build_even_policy_objective(role)
         rows = list(range(batch.num_sequences))
         compute_gradients(role, batch, rows, objective, weigh_tokens(batch, batch.response_mask, rows, "token-mean"))
         norms = [layout.name for layout in role.layouts if "norm" in layout.name]

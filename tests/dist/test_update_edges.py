@@ -25,6 +25,7 @@ from megarl.trainer.update import (
     update_roles,
     weigh_tokens,
 )
+from tests.objectives import build_even_policy_objective
 from tests.ranks import run_ranks
 from tests.tiny import build_batch, save_hf_model
 
@@ -125,13 +126,7 @@ def run_fused(rank: int, world_size: int, path: str) -> list[tuple[float, float,
     actor, critic = roles
     batch = build_batch([3, 4, 5, 6], [5, 0, 7, 2])
 
-    def policy(hidden, micro, weights):
-        logprobs, entropy = compute_logprobs(actor.model, hidden, micro, actor.groups, 1.0, actor.num_ids)
-        pick = micro.token_index
-        return policy_objective(
-            logprobs, entropy, logprobs.detach(), torch.ones_like(logprobs), weights.loss[pick], weights.mask[pick],
-            clip_low=0.2, clip_high=0.2, clip_c=3.0,
-        )  # fmt: skip
+    policy = build_even_policy_objective(actor)
 
     def value(hidden, micro, weights):
         values = compute_values(critic.model, hidden, micro, critic.groups)
